@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all command lines share: one-line errors with exit code 2, and the SPIN options."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import click
+
+from spin_trtllm.config import (
+    BLOCK_SIZES,
+    EXPLORATION_POLICIES,
+    MASK_POLICIES,
+    POOLINGS,
+    REDUCTIONS,
+    STATE_DTYPES,
+    UPDATE_POLICIES,
+    SpinConfig,
+)
+from spin_trtllm.errors import SpinError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+EXIT_BAD_INPUT = 2
+
+# option, SpinConfig field, click type, help
+_SPIN_OPTIONS: list[tuple[str, str, Any, str]] = [
+    ("--sparsity", "target_sparsity", float, "Share of blocks to skip, in [0, 1)."),
+    ("--block-size", "block_size", int, f"Slots a block: {', '.join(map(str, BLOCK_SIZES))}."),
+    ("--ema-decay", "ema_decay", float, "Weight of the past in the averages, in [0, 1)."),
+    ("--exploration", "exploration", float, "Share of kept blocks that is explored, in [0, 1]."),
+    ("--pooling", "pooling", str, f"{', '.join(POOLINGS)}."),
+    ("--reduction", "reduction", str, f"{', '.join(REDUCTIONS)}."),
+    ("--exploration-policy", "exploration_policy", str, f"{', '.join(EXPLORATION_POLICIES)}."),
+    ("--mask-policy", "mask_policy", str, f"{', '.join(MASK_POLICIES)}."),
+    ("--update-policy", "update_policy", str, f"{', '.join(UPDATE_POLICIES)}."),
+    ("--top-k", "top_k", int, "Slots the attention reads; default: the model's."),
+    ("--seed", "seed", int, "Seed of the exploration priorities."),
+    ("--state-dtype", "state_dtype", str, f"{', '.join(STATE_DTYPES)}."),
+]
+
+
+def spin_options(function: Function) -> Function:
+    """Add `--spin-config FILE` and one option per SPIN field; each defaults to None, "not given"."""
+    for option, field, kind, text in reversed(_SPIN_OPTIONS):
+        function = click.option(option, field, type=kind, default=None, help=text)(function)
+    return click.option(
+        "--spin-config",
+        type=click.Path(),
+        default=None,
+        help="YAML file of SPIN fields; single options override it.",
+    )(function)
+
+
+def spin_config(
+    options: dict[str, Any], base: SpinConfig | None = None
+) -> tuple[SpinConfig, dict[str, Any]]:
+    """Split click's keyword arguments into the SPIN configuration they ask for, and the rest.
+
+    Args:
+        options: keyword arguments of a command decorated with `spin_options`.
+        base: where fields that nobody gave come from; default `SpinConfig()`.
+    """
+    rest = dict(options)
+    file = rest.pop("spin_config", None)
+    config = SpinConfig.from_yaml(file) if file else base or SpinConfig()
+    given = {field: rest.pop(field) for _, field, _, _ in _SPIN_OPTIONS}
+    return replace(config, **{k: v for k, v in given.items() if v is not None}), rest
+
+
+def run(command: click.Command, arguments: Sequence[str] | None, program: str) -> None:
+    """Run a click command as a process does: bad input is one line on stderr and exit code 2."""
+    try:
+        code = command.main(
+            args=None if arguments is None else list(arguments),
+            prog_name=program,
+            standalone_mode=False,
+        )
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.ctx.get_help() if error.ctx else "")
+        sys.exit(0)
+    except click.ClickException as error:
+        _fail(error.format_message())
+    except SpinError as error:
+        _fail(str(error))
+    except click.Abort:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader left, for example `| head`: no traceback
+        sys.exit(1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> None:
+    click.echo("error: " + " ".join(message.split()), err=True)
+    sys.exit(EXIT_BAD_INPUT)

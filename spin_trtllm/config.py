@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SpinConfig`: the knobs of SPEC 2, validated once; equal in YAML, dict and environment."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from spin_trtllm.errors import SpinError, refuse
+from spin_trtllm.geometry import to_ppm
+
+ENVIRONMENT_PREFIX = "TLLM_SPIN_"  # TensorRT-LLM hands TLLM* variables on to its workers
+
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+POOLINGS = ("max", "top4", "mean")
+REDUCTIONS = ("A0", "A1", "A2")
+EXPLORATION_POLICIES = ("none", "random", "staleness", "age")
+MASK_POLICIES = ("union", "row0")
+UPDATE_POLICIES = ("prefix", "row0")
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "block_size": BLOCK_SIZES,
+    "pooling": POOLINGS,
+    "reduction": REDUCTIONS,
+    "exploration_policy": EXPLORATION_POLICIES,
+    "mask_policy": MASK_POLICIES,
+    "update_policy": UPDATE_POLICIES,
+    "state_dtype": tuple(STATE_DTYPES),
+}
+
+
+@dataclass(frozen=True)
+class SpinConfig:
+    """Parameters of SPIN (SPEC 2).
+
+    Attributes:
+        block_size: `b`, slots a block.
+        target_sparsity: `rho` in [0, 1), share of blocks that a decode step skips.
+        ema_decay: `alpha` in [0, 1), weight of the past in both averages.
+        exploration: `gamma` in [0, 1], share of the kept blocks chosen by exploration.
+        top_k: `K`, slots the attention reads; None takes the model's own value.
+        pooling: slot scores to a block score.
+        reduction: A1 (slot averages, block budget) is the product; A0 and A2 are for replay.
+        exploration_policy: `random` is the product; the others are for replay.
+        mask_policy: blocks shared by the rows of a draft: `union` of all, or those of `row0`.
+        update_policy: rows that update the averages: the accepted `prefix`, or `row0` only.
+        seed: seed of the exploration priorities, 0 .. 2**64-1.
+        state_dtype: storage of the averages; arithmetic is always fp32.
+        staleness_weight: lambda of the `staleness` policy: score one step of age is worth.
+
+    Raises:
+        SpinError: a value outside its range, an unknown field, or a wrong type.
+    """
+
+    block_size: int = 64
+    target_sparsity: float = 0.4
+    ema_decay: float = 0.5
+    exploration: float = 0.05
+    top_k: int | None = None
+    pooling: str = "max"
+    reduction: str = "A1"
+    exploration_policy: str = "random"
+    mask_policy: str = "union"
+    update_policy: str = "prefix"
+    seed: int = 0
+    state_dtype: str = "fp32"
+    staleness_weight: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            _check_choice(name, getattr(self, name), allowed)
+        _check_fraction(self, "target_sparsity", below_one=True)
+        _check_fraction(self, "ema_decay", below_one=True)
+        _check_fraction(self, "exploration", below_one=False)
+        if to_ppm(self.target_sparsity) >= 1_000_000:
+            refuse("target_sparsity", self.target_sparsity, "a number in [0, 1) in steps of 1e-6")
+        if self.top_k is not None:
+            _check_integer("top_k", self.top_k, 1, 2**31 - 1)
+        _check_integer("seed", self.seed, 0, 2**64 - 1)
+        weight = self.staleness_weight
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight >= 0:
+            refuse("staleness_weight", weight, "a finite number >= 0")
+        if not math.isfinite(weight):
+            refuse("staleness_weight", weight, "a finite number >= 0")
+
+    @property
+    def sparsity_ppm(self) -> int:
+        """`rho_ppm` of SPEC 2."""
+        return to_ppm(self.target_sparsity)
+
+    @property
+    def exploration_ppm(self) -> int:
+        """`gamma_ppm` of SPEC 2; 0 when exploration is off."""
+        return 0 if self.exploration_policy == "none" else to_ppm(self.exploration)
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Torch dtype of the stored averages."""
+        return STATE_DTYPES[self.state_dtype]
+
+    def with_top_k(self, model_top_k: int) -> SpinConfig:
+        """This configuration with `top_k` settled: its own value, else the model's."""
+        return self if self.top_k is not None else replace(self, top_k=model_top_k)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, source: str = "spin") -> SpinConfig:
+        """Build from a mapping. Unknown fields are refused by name, missing ones keep defaults."""
+        known = [f.name for f in fields(cls)]
+        for name in values:
+            if name not in known:
+                refuse(f"{source}: field", name, ", ".join(known))
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, in field order; `from_dict` reads them back to an equal configuration."""
+        return asdict(self)
+
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> SpinConfig:
+        """Read a YAML file: the fields at top level, or under one key `spin`."""
+        try:
+            loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise SpinError(f"spin_config: cannot read {str(path)!r}: {reason}") from error
+        except yaml.YAMLError as error:
+            where = " ".join(str(error).split())
+            raise SpinError(f"spin_config: {str(path)!r} is not valid YAML: {where}") from error
+        if isinstance(loaded, dict) and set(loaded) == {"spin"}:
+            loaded = loaded["spin"]
+        if loaded is None:
+            loaded = {}
+        if not isinstance(loaded, dict):
+            refuse(f"spin_config: {path}", type(loaded).__name__, "a YAML mapping of SPIN fields")
+        return cls.from_dict({str(k): v for k, v in loaded.items()}, source=str(path))
+
+    def to_yaml(self) -> str:
+        """YAML text that `from_yaml` reads back to an equal configuration."""
+        return yaml.safe_dump({"spin": self.to_dict()}, sort_keys=False)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> SpinConfig:
+        """Read `TLLM_SPIN_<FIELD>` variables; fields without one keep their defaults."""
+        environment = os.environ if environment is None else environment
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            variable = ENVIRONMENT_PREFIX + field.name.upper()
+            if variable in environment:
+                values[field.name] = _parse(variable, environment[variable], str(field.type))
+        return cls.from_dict(values)
+
+    def to_environment(self) -> dict[str, str]:
+        """Variables that `from_environment` reads back to an equal configuration."""
+        return {
+            ENVIRONMENT_PREFIX + name.upper(): "null" if value is None else str(value)
+            for name, value in self.to_dict().items()
+        }
+
+
+def preset_path(name: str) -> Path:
+    """Path of a preset under `build_configs/`, by file stem such as `deepseek-v4-flash`."""
+    package = Path(__file__).parent
+    folders = [package / "build_configs", package.parent / "build_configs"]
+    for folder in folders:
+        path = folder / f"{name}.yaml"
+        if path.is_file():
+            return path
+    names = sorted({p.stem for folder in folders for p in folder.glob("*.yaml")})
+    refuse("preset", name, ", ".join(names) or "none: no preset is installed")
+
+
+def preset(name: str) -> SpinConfig:
+    """A preset of `build_configs/`, by file stem."""
+    return SpinConfig.from_yaml(preset_path(name))
+
+
+def _parse(variable: str, text: str, type_name: str) -> Any:
+    """One environment variable as the type its field is annotated with."""
+    if type_name == "str":
+        return text
+    if type_name.endswith("None") and text == "null":
+        return None
+    try:
+        return float(text) if type_name == "float" else int(text)
+    except ValueError:
+        refuse(variable, text, "a number" if type_name == "float" else "an integer")
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    # `True == 1` and `64.0 == 64`: compare types too, so that a YAML typo is not taken silently.
+    if not any(type(value) is type(a) and value == a for a in allowed):
+        refuse(name, value, ", ".join(str(a) for a in allowed))
+
+
+def _check_fraction(config: SpinConfig, name: str, *, below_one: bool) -> None:
+    value = getattr(config, name)
+    allowed = "a number in [0, 1)" if below_one else "a number in [0, 1]"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        refuse(name, value, allowed)
+    if not (0 <= value < 1 or (value == 1 and not below_one)):  # also refuses NaN
+        refuse(name, value, allowed)
+    object.__setattr__(config, name, float(value))  # 0 and 0.0 are one configuration
+
+
+def _check_integer(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        refuse(name, value, f"an integer in {low} .. {high}")

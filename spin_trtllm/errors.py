@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of the public API: one line naming the argument, what was given, what is allowed."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+
+class SpinError(ValueError):
+    """Bad input. Command lines print the message on one line and exit with code 2."""
+
+
+def refuse(argument: str, given: object, allowed: str) -> NoReturn:
+    """Raise the one-line error that every check in this package uses.
+
+    Args:
+        argument: name of the argument, option or field, as the caller spells it.
+        given: the value that was refused; long values are shortened.
+        allowed: what would have been accepted.
+
+    Raises:
+        SpinError: always.
+    """
+    shown = repr(given)
+    if len(shown) > 120:
+        shown = shown[:117] + "..."
+    raise SpinError(f"{argument}: got {shown}, allowed: {allowed}")

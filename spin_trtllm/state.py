@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The averages of every sequence and layer, and whose they are (SPEC 3).
+
+State is a cache that may be lost: a lane that cannot be trusted is cold, and a cold step is simply
+dense and warms it again. So there is no rebuild code, and doubt always resolves to cold.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from spin_trtllm.errors import refuse
+
+NOWHERE = -1  # next_tokens of a lane that no step has touched
+
+
+class SpinState:
+    """`V`, `D` and `warm` of up to `sequences` sequences in every indexer layer.
+
+    A sequence owns one *lane*, in all layers, from its first step until `release`. One more lane,
+    `scratch`, belongs to padding and dummy rows: always cold, never written.
+
+    Attributes:
+        layers: decoder-layer index of each indexer layer.
+        v: `[layers, sequences + 1, slots]`; d: `[layers, sequences + 1, slots + 1]`.
+        warm: bool `[layers, sequences + 1]`.
+        next_tokens: int64 `[layers, sequences + 1]`, position at which the next step must start.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        *,
+        sequences: int,
+        slots: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not layers or len(set(layers)) != len(layers) or min(layers) < 0:
+            refuse("layers", list(layers), "distinct decoder-layer indices, at least one")
+        if sequences < 1:
+            refuse("sequences", sequences, "an integer >= 1")
+        if slots < 1:
+            refuse("slots", slots, "an integer >= 1")
+        if dtype not in (torch.float32, torch.bfloat16):
+            refuse("dtype", dtype, "torch.float32, torch.bfloat16")
+        self.layers = tuple(layers)
+        self.sequences = sequences
+        self.slots = slots
+        lanes = (len(self.layers), sequences + 1)
+        self.v = torch.zeros(*lanes, slots, dtype=dtype, device=device)
+        self.d = torch.zeros(*lanes, slots + 1, dtype=dtype, device=device)
+        self.warm = torch.zeros(lanes, dtype=torch.bool, device=device)
+        self.next_tokens = torch.full(lanes, NOWHERE, dtype=torch.int64, device=device)
+        self._lane_of: dict[int, int] = {}
+        self._free: deque[int] = deque(range(sequences))
+        self._generation = [0] * (sequences + 1)
+
+    @property
+    def scratch(self) -> int:
+        """The lane of padding and dummy rows, and of sequences that found no free lane."""
+        return self.sequences
+
+    @property
+    def device(self) -> torch.device:
+        """Where the averages live."""
+        return self.v.device
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of every tensor held."""
+        return sum(t.numel() * t.element_size() for t in self._tensors())
+
+    @staticmethod
+    def estimate_bytes(layers: int, sequences: int, slots: int, dtype: torch.dtype) -> int:
+        """`state_bytes` of a state that has not been made yet."""
+        lanes = layers * (sequences + 1)
+        return lanes * ((2 * slots + 1) * dtype.itemsize + 1 + 8)
+
+    def lanes(self, sequence_ids: Iterable[int | None]) -> list[int]:
+        """The lane of each sequence; a sequence seen for the first time gets a cold one.
+
+        `None` marks a padding or dummy row. It, and any sequence for which no lane is left, is
+        sent to `scratch`, where it runs dense.
+
+        Raises:
+            SpinError: one sequence twice in a batch.
+        """
+        ids = list(sequence_ids)
+        real = [i for i in ids if i is not None]
+        if len(set(real)) != len(real):
+            refuse("sequence_ids", ids, "each sequence once")
+        return [self.scratch if i is None else self._lane(i) for i in ids]
+
+    def generation(self, lane: int) -> int:
+        """Counts up whenever a lane is reset or changes hands: marks late results as stale."""
+        return self._generation[lane]
+
+    def reset(self, sequence_id: int) -> None:
+        """Make a sequence cold: after prefill, at a new turn, or whenever in doubt (SPEC 3)."""
+        lane = self._lane_of.get(sequence_id)
+        if lane is not None:
+            self._clear(lane)
+
+    def release(self, sequence_id: int) -> None:
+        """Free the lane of a finished or preempted sequence; an unknown one is ignored."""
+        lane = self._lane_of.pop(sequence_id, None)
+        if lane is not None:
+            self._clear(lane)
+            self._free.append(lane)
+
+    def export(self, sequence_id: int) -> dict[str, Tensor] | None:
+        """Copies of a sequence's tensors, to move it to another process; None if it has none."""
+        lane = self._lane_of.get(sequence_id)
+        if lane is None:
+            return None
+        return {name: getattr(self, name)[:, lane].clone() for name in _LANE_TENSORS}
+
+    def adopt(self, sequence_id: int, exported: dict[str, Tensor] | None) -> None:
+        """Take over an exported sequence. Anything but a whole, fitting export leaves it cold."""
+        self.release(sequence_id)
+        lane = self._lane(sequence_id)
+        if lane == self.scratch or exported is None:
+            return
+        homes = {name: getattr(self, name)[:, lane] for name in _LANE_TENSORS}
+        fits = set(exported) == set(homes) and all(
+            exported[n].shape == home.shape and exported[n].dtype == home.dtype
+            for n, home in homes.items()
+        )
+        if fits:
+            for name, home in homes.items():
+                home.copy_(exported[name])
+
+    def _lane(self, sequence_id: int) -> int:
+        if sequence_id not in self._lane_of:
+            if not self._free:
+                return self.scratch
+            lane = self._free.popleft()
+            self._clear(lane)
+            self._lane_of[sequence_id] = lane
+        return self._lane_of[sequence_id]
+
+    def _clear(self, lane: int) -> None:
+        self._generation[lane] += 1
+        self.v[:, lane] = 0
+        self.d[:, lane] = 0
+        self.warm[:, lane] = False
+        self.next_tokens[:, lane] = NOWHERE
+
+    def _tensors(self) -> list[Tensor]:
+        return [getattr(self, name) for name in _LANE_TENSORS]
+
+
+_LANE_TENSORS = ("v", "d", "warm", "next_tokens")

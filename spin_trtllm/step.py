@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One decode step for a batch of sequences: the only place that orders the operations (SPEC 4, 5).
+
+A host calls `plan`, scores the kept blocks in its own way, then `top_k` and `observe`:
+
+    plan = step.plan(layer, sequence_ids, positions_tokens)
+    scores = ...                       # fp32 [S, R, N], only plan.selection.blocks are read
+    slots = step.top_k(plan, scores)   # what the attention reads
+    step.observe(plan, scores, accepted)
+
+When the accepted drafts are not known yet, `defer` replaces `observe`: the next `plan` of that
+layer reads them off the positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spin_trtllm import reference as ops
+from spin_trtllm.config import SpinConfig
+from spin_trtllm.errors import refuse
+from spin_trtllm.geometry import accepted_drafts, visible_slots
+from spin_trtllm.reference import Selection
+from spin_trtllm.state import NOWHERE, SpinState
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """What one step of one or several layers decided before scoring.
+
+    The batch is flat: `S` entries, each one sequence in one layer.
+
+    Attributes:
+        layers: decoder-layer indices it covers.
+        positions_tokens: int64 `[S, R]`; -1 marks a padding row.
+        lanes: int64 `[S]`, row of the flat state `[layers * (sequences + 1), ...]`.
+        generations: generation of each entry's lane when planned.
+        warm: bool `[S]`; entries that are not warm keep every block.
+        selection: the kept blocks.
+    """
+
+    layers: tuple[int, ...]
+    positions_tokens: Tensor
+    lanes: Tensor
+    generations: tuple[int, ...]
+    warm: Tensor
+    selection: Selection
+
+    @property
+    def drafts(self) -> Tensor:
+        """Draft rows of each entry: int64 `[S]`, -1 for an entry that is only padding."""
+        return (self.positions_tokens >= 0).sum(1) - 1
+
+
+class SpinStep:
+    """Runs the product's variant of SPIN (A1) over a `SpinState`.
+
+    Args:
+        config: `top_k` must be settled (`SpinConfig.with_top_k`).
+        state: averages; its dtype is the configuration's.
+        ratio: raw tokens a slot.
+
+    Raises:
+        SpinError: a configuration that this state or class cannot run.
+    """
+
+    reductions: tuple[str, ...] = ("A1",)
+    exploration_policies: tuple[str, ...] = ("none", "random")
+
+    def __init__(self, config: SpinConfig, state: SpinState, *, ratio: int) -> None:
+        if config.top_k is None:
+            refuse("config.top_k", None, "an integer; settle it with with_top_k(model's top-k)")
+        if config.reduction not in self.reductions:
+            refuse("reduction", config.reduction, ", ".join(self.reductions))
+        if config.exploration_policy not in self.exploration_policies:
+            allowed = ", ".join(self.exploration_policies)
+            refuse("exploration_policy", config.exploration_policy, allowed)
+        if config.storage_dtype != state.v.dtype:
+            refuse("state", str(state.v.dtype), f"a state of {config.state_dtype}")
+        if ratio < 1:
+            refuse("ratio", ratio, "an integer >= 1")
+        self.config = config
+        self.state = state
+        self.ratio = ratio
+        self.top_k_slots = config.top_k
+        self._open: dict[int, StepPlan] = {}  # last plan of each lane, until it is observed
+        self._deferred: dict[tuple[int, ...], tuple[StepPlan, Tensor]] = {}
+
+    def plan(
+        self,
+        layers: Sequence[int],
+        sequence_ids: Sequence[int | None],
+        positions_tokens: Tensor,
+    ) -> StepPlan:
+        """Predict and select the blocks of one step.
+
+        Entries are layer-major: entry `l * len(sequence_ids) + s` is sequence `s` in layer `l`.
+
+        Args:
+            layers: decoder-layer indices that run this step, usually one.
+            sequence_ids: request ids; None for a padding row.
+            positions_tokens: int64 `[len(sequence_ids), R]`, consecutive in each row; -1 pads.
+
+        Raises:
+            SpinError: unknown layer, repeated sequence, or positions that no draft can have.
+        """
+        state, positions = self.state, positions_tokens.to(self.state.device)
+        self._check(layers, sequence_ids, positions)
+        lanes = state.lanes(sequence_ids)
+        homes = [self._layer_index(layer) * (state.sequences + 1) for layer in layers]
+        flat = torch.tensor(
+            [home + lane for home in homes for lane in lanes],
+            dtype=torch.int64,
+            device=state.device,
+        )
+        positions = positions.repeat(len(layers), 1)
+        generations = tuple(state.generation(n) for n in lanes) * len(layers)
+        self._settle(tuple(layers), flat, positions[:, 0])
+        warm = self._continue_or_reset(flat, positions)
+        ids = [0 if i is None else (i + 2**63) % 2**64 - 2**63 for i in sequence_ids]
+        selection = self._select(
+            flat,
+            positions,
+            warm,
+            torch.tensor(ids * len(layers), dtype=torch.int64, device=state.device),
+            torch.tensor(layers, device=state.device).repeat_interleave(len(lanes)),
+        )
+        plan = StepPlan(tuple(layers), positions, flat, generations, warm, selection)
+        self._open.update(dict.fromkeys(flat.tolist(), plan))
+        return plan
+
+    def top_k(self, plan: StepPlan, scores: Tensor) -> Tensor:
+        """The slots that each row's attention reads: int32 `[S, R, K]` (`topk_slots`)."""
+        return ops.topk_slots(
+            scores,
+            plan.selection.blocks,
+            plan.positions_tokens,
+            top_k=self.top_k_slots,
+            ratio=self.ratio,
+            block_size_slots=self.config.block_size,
+        )
+
+    def observe(self, plan: StepPlan, scores: Tensor, accepted: Tensor) -> None:
+        """Let the averages learn from the accepted rows, and expect the next step after them.
+
+        A plan whose sequence was reset, released or moved since is ignored: its result is late.
+
+        Args:
+            scores: fp32 `[S, R, N]`; accepted: int64 `[S]`, 0 .. drafts of that entry.
+
+        Raises:
+            SpinError: a count outside 0 .. drafts.
+        """
+        accepted = accepted.to(self.state.device)
+        drafts = plan.drafts
+        if bool(((accepted < 0) | (accepted > drafts.clamp(min=0))).any()):
+            refuse("accepted", accepted.tolist(), f"0 .. drafts, drafts = {drafts.tolist()}")
+        self._observe_where(plan, scores, accepted, self._current(plan))
+
+    def defer(self, plan: StepPlan, scores: Tensor) -> None:
+        """Keep a step until the next `plan` of the same layers shows what was accepted.
+
+        The scores must stay unchanged until then. A sequence that is missing from that plan, or
+        comes back at a position that no accepted count explains, is cold.
+        """
+        self._deferred[plan.layers] = (plan, scores)
+
+    # ---- how the product's variant decides; replay's variants replace these two ----
+
+    def _select(
+        self, lanes: Tensor, positions: Tensor, warm: Tensor, sequence_ids: Tensor, layers: Tensor
+    ) -> Selection:
+        config, state = self.config, self.state
+        block_scores = ops.predict_blocks(
+            state.v.flatten(0, 1),
+            state.d.flatten(0, 1),
+            lanes,
+            positions,
+            ratio=self.ratio,
+            block_size_slots=config.block_size,
+            pooling=config.pooling,
+        )
+        return ops.select_blocks(
+            block_scores,
+            positions,
+            warm,
+            sequence_ids,
+            layers,
+            ratio=self.ratio,
+            block_size_slots=config.block_size,
+            top_k=self.top_k_slots,
+            sparsity_ppm=config.sparsity_ppm,
+            exploration_ppm=config.exploration_ppm,
+            seed=config.seed,
+            mask_policy=config.mask_policy,
+        )
+
+    def _update(
+        self, lanes: Tensor, plan: StepPlan, scores: Tensor, rows: Tensor, accepted: Tensor
+    ) -> None:
+        """Update the averages of entries `rows` (int64 indices into the plan)."""
+        ops.observe_scores(
+            self.state.v.flatten(0, 1),
+            self.state.d.flatten(0, 1),
+            lanes,
+            scores[rows],
+            plan.selection.blocks[rows],
+            plan.positions_tokens[rows],
+            accepted,
+            ratio=self.ratio,
+            block_size_slots=self.config.block_size,
+            ema_decay=self.config.ema_decay,
+            update_policy=self.config.update_policy,
+        )
+
+    # ---- lifecycle ----
+
+    def _continue_or_reset(self, lanes: Tensor, positions: Tensor) -> Tensor:
+        """Warm entries whose step starts where the last one ended; all others are made cold."""
+        state = self.state
+        warm = state.warm.view(-1)[lanes] & (state.next_tokens.view(-1)[lanes] == positions[:, 0])
+        cold = lanes[~warm]
+        state.v.flatten(0, 1)[cold] = 0
+        state.d.flatten(0, 1)[cold] = 0
+        state.warm.view(-1)[cold] = False
+        state.next_tokens.view(-1)[cold] = NOWHERE
+        return warm
+
+    def _settle(self, layers: tuple[int, ...], lanes: Tensor, first_tokens: Tensor) -> None:
+        """Observe the deferred step of these layers, now that positions tell what was accepted."""
+        deferred = self._deferred.pop(layers, None)
+        if deferred is None:
+            return
+        plan, scores = deferred
+        starts = dict(zip(lanes.tolist(), first_tokens.tolist(), strict=True))
+        following = torch.tensor(
+            [starts.get(lane, NOWHERE) for lane in plan.lanes.tolist()], device=lanes.device
+        )
+        accepted = accepted_drafts(plan.positions_tokens[:, 0], following)
+        explained = (accepted >= 0) & (accepted <= plan.drafts)
+        self._observe_where(plan, scores, accepted, explained & self._current(plan))
+
+    def _observe_where(
+        self, plan: StepPlan, scores: Tensor, accepted: Tensor, where: Tensor
+    ) -> None:
+        rows = where.nonzero().squeeze(-1)
+        lanes, accepted = plan.lanes[rows], accepted[rows]
+        for lane in lanes.tolist():
+            del self._open[lane]  # a step is observed once
+        self._update(lanes, plan, scores, rows, accepted)
+        self.state.warm.view(-1)[lanes] = True
+        self.state.next_tokens.view(-1)[lanes] = plan.positions_tokens[rows, 0] + accepted + 1
+
+    def _current(self, plan: StepPlan) -> Tensor:
+        """Entries that nothing has overtaken: no later plan, reset, release; never the scratch."""
+        state = self.state
+        stride = state.sequences + 1
+        fresh = [
+            lane % stride != state.scratch
+            and state.generation(lane % stride) == generation
+            and self._open.get(lane) is plan
+            for lane, generation in zip(plan.lanes.tolist(), plan.generations, strict=True)
+        ]
+        return torch.tensor(fresh, dtype=torch.bool, device=state.device)
+
+    # ---- checks ----
+
+    def _layer_index(self, layer: int) -> int:
+        try:
+            return self.state.layers.index(layer)
+        except ValueError:
+            refuse("layers", layer, f"indexer layers {list(self.state.layers)}")
+
+    def _check(
+        self, layers: Sequence[int], sequence_ids: Sequence[int | None], positions: Tensor
+    ) -> None:
+        if len(set(layers)) != len(layers):
+            refuse("layers", list(layers), "each layer once")
+        if positions.dtype != torch.int64 or positions.dim() != 2:
+            given = f"{positions.dtype} {list(positions.shape)}"
+            refuse("positions_tokens", given, "int64 [sequences, rows]")
+        if positions.shape[0] != len(sequence_ids) or positions.shape[1] < 1:
+            allowed = f"[{len(sequence_ids)}, rows >= 1]"
+            refuse("positions_tokens", list(positions.shape), allowed)
+        check_positions(positions, self.state.slots, self.ratio)
+
+
+def check_positions(positions: Tensor, slots: int, ratio: int) -> None:
+    """Refuse rows that no decode step can have: gaps, padding before real rows, past capacity.
+
+    Args:
+        positions: int64 `[S, R]`, each row `p0, p0 + 1, ...`, then only -1.
+        slots: capacity `N`; ratio: raw tokens a slot.
+    """
+    if not positions.numel():
+        return
+    rows = torch.arange(positions.shape[1], device=positions.device)
+    wanted = torch.where(positions >= 0, positions[:, :1] + rows, -1)
+    trailing = (positions >= 0).long().diff(dim=1) <= 0
+    legal = (positions == wanted).all() & trailing.all()
+    if not bool(legal):
+        refuse("positions_tokens", positions.tolist(), "p0, p0 + 1, ... and then -1 in each row")
+    if int(visible_slots(positions.amax(), ratio)) > slots:
+        allowed = f"positions below {(slots + 1) * ratio - 1} ({slots} slots of capacity)"
+        refuse("positions_tokens", int(positions.amax()), allowed)
