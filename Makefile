@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+PIP_INSTALL := $(PY) -m pip --disable-pip-version-check install --quiet
+VENV_DONE := $(VENV)/.stamp-venv
+DEPS_DONE := $(VENV)/.stamp-deps
+SETUP_DONE := $(VENV)/.stamp-setup
+PLUGIN_FILES := $(shell find plugins -type f 2>/dev/null)
+PLUGIN_CODE := $(filter %.cu %.cuh %.cpp %.h,$(PLUGIN_FILES))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup test lint fmt demo prove bench clean
+
+help: ## list the targets
+	@echo "Usage: make TARGET [PYTHON=python3.x] [PYTEST_ARGS=...]"
+	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
+		printf '  %-7s %s\n' "$$name" "$$text"; done
+
+setup: $(SETUP_DONE) ## create .venv with the pinned requirements and an editable install
+
+test: setup ## ruff, mypy, then pytest with coverage
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/mypy --no-error-summary
+	@$(PY) -m pytest --cov $(PYTEST_ARGS)
+
+lint: setup ## every check that changes nothing: ruff, formats, mypy
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --quiet --diff
+	@$(if $(PLUGIN_CODE),$(BIN)/clang-format --dry-run --Werror $(PLUGIN_CODE))
+	@$(BIN)/mypy --no-error-summary
+
+fmt: setup ## format Python and CUDA sources, fix what ruff can fix
+	@$(BIN)/ruff check --quiet --fix --exit-zero
+	@$(BIN)/ruff format --quiet
+	@$(if $(PLUGIN_CODE),$(BIN)/clang-format -i $(PLUGIN_CODE))
+
+demo: setup ## run the demo on a tiny model; results go to build/demo
+	@$(PY) -m spin_trtllm.demo --output build/demo
+
+prove: setup ## show that each regression test fails without its fix
+	@$(PY) tests/prove_guards.py
+
+bench: setup ## replay benchmark
+	@$(PY) benchmarks/bench_replay.py
+
+clean: ## remove build outputs and caches (.venv stays)
+	@rm -rf build dist *.egg-info .coverage htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@find . -name .venv -prune -o -name .git -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+$(VENV_DONE):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
+		{ echo "make: PYTHON=$(PYTHON) is not a Python 3.10 or newer; pass PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "make: $(PYTHON) has no venv module; install it (Debian: apt install python3-venv) or pass another PYTHON" >&2; exit 1; }
+	@echo "setup: creating $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(DEPS_DONE): requirements/ci.txt $(VENV_DONE)
+	@echo "setup: installing requirements/ci.txt"
+	@$(PIP_INSTALL) -r requirements/ci.txt
+	@touch $@
+
+# A changed kernel rebuilds the library. --no-deps: what is missing from requirements/ci.txt shall
+# fail in `pip check`, not arrive unpinned.
+$(SETUP_DONE): pyproject.toml $(DEPS_DONE) $(PLUGIN_FILES)
+	@echo "setup: installing spin-trtllm (editable)"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation --no-deps -e .
+	@$(PY) -m pip --disable-pip-version-check check >/dev/null || $(PY) -m pip check
+	@touch $@
