@@ -142,9 +142,12 @@ class OracleSequence:
         seed: int = 0,
         state_dtype: str = "fp32",
     ) -> None:
-        assert pooling in ("max", "top4", "mean") and reduction in ("A0", "A1", "A2")
-        assert exploration_policy in ("none", "random") and state_dtype in ("fp32", "bf16")
-        assert mask_policy in ("union", "row0") and update_policy in ("prefix", "row0")
+        assert pooling in ("max", "top4", "mean")
+        assert reduction in ("A0", "A1", "A2")
+        assert exploration_policy in ("none", "random")
+        assert state_dtype in ("fp32", "bf16")
+        assert mask_policy in ("union", "row0")
+        assert update_policy in ("prefix", "row0")
         self.ratio, self.top_k, self.n_slots = ratio, top_k, n_slots
         self.layers, self.sequence_id = [int(x) for x in layers], sequence_id
         self.block_size, self.seed = block_size, seed
@@ -170,7 +173,8 @@ class OracleSequence:
     ) -> list[LayerRecord]:
         """One decode step (SPEC 4) and its observation (SPEC 5); scores [layers, rows, n_slots]."""
         positions = [int(p) for p in positions]
-        assert 0 <= accepted <= len(positions) - 1 and scores.dtype == np.float32
+        assert 0 <= accepted <= len(positions) - 1
+        assert scores.dtype == np.float32
         assert scores.shape[:2] == (len(self.layers), len(positions))
         assert max(visible_slots(p, self.ratio) for p in positions) <= self.n_slots
         records = []

@@ -156,7 +156,8 @@ def test_pooling() -> None:
     assert pool_values(values, "top4") == 4.0  # (8 + 5 + 2 + 1) / 4
     assert pool_values(values, "mean") == F32(F32(13.0) / F32(5.0))
     assert pool_values(values[:2], "top4") == -1.0
-    assert values[0] == 1.0 and values[1] == -3.0  # the input is left alone
+    assert values[0] == 1.0
+    assert values[1] == -3.0
 
 
 def test_best_slots_order() -> None:
@@ -178,12 +179,16 @@ def test_ema_three_steps() -> None:
     (first,) = seq.step([0], one_layer([[1.0]], 3), 0)
     (second,) = seq.step([1], one_layer([[2.0, 4.0]], 3), 0)
     assert (first.warm, second.warm) == (False, True)
-    assert seq.v[0] == [1.25, 2.0, 0.0] and seq.d[0] == [2.25, 1.0, 0.0, 0.0]
+    assert seq.v[0] == [1.25, 2.0, 0.0]
+    assert seq.d[0] == [2.25, 1.0, 0.0, 0.0]
     (third,) = seq.step([2], one_layer([[8.0, -2.0, 6.0]], 3), 0)
     assert third.topk == [[0, 2, 1, -1, -1, -1, -1, -1]]
-    assert seq.v[0] == [4.625, 0.0, 3.0] and seq.d[0] == [4.125, -0.5, 4.0, 0.0]
+    assert seq.v[0] == [4.625, 0.0, 3.0]
+    assert seq.d[0] == [4.125, -0.5, 4.0, 0.0]
     seq.reset()
-    assert not seq.warm and seq.v[0] == [0.0] * 3 and seq.d[0] == [0.0] * 4
+    assert not seq.warm
+    assert seq.v[0] == [0.0] * 3
+    assert seq.d[0] == [0.0] * 4
 
 
 def test_ema_rounds_products_and_sum_apart() -> None:
@@ -217,7 +222,9 @@ def test_update_policy_and_rejected_rows(
 ) -> None:
     seq = sequence(4, update_policy=update_policy)
     seq.step([1, 2, 3], one_layer([[4.0] * 2, [8.0] * 3, [16.0] * 4], 4), accepted)
-    assert seq.v[0] == v and seq.d[0] == d and seq.warm
+    assert seq.v[0] == v
+    assert seq.d[0] == d
+    assert seq.warm
 
 
 def test_non_finite_scores_are_not_observed() -> None:
@@ -251,7 +258,8 @@ def test_rows_without_slots() -> None:
     assert record.row_blocks == [set(), set(), {0}]
     assert record.blocks == {0}
     assert record.topk == [[-1, -1], [-1, -1], [0, -1]]
-    assert seq.v[0] == [0.0] and seq.warm  # row 2 was rejected
+    assert seq.v[0] == [0.0]
+    assert seq.warm
 
 
 # ---------------------------------------------------------------- selection
@@ -264,7 +272,9 @@ def warm_forty(n_slots: int = 48, **params: Any) -> OracleSequence:
     z = [0.0] * 40
     z[17] = 4.0
     (record,) = seq.step([39], one_layer([z], n_slots), 0)
-    assert record.blocks == set(range(5)) and not record.warm and record.explored == set()
+    assert record.blocks == set(range(5))
+    assert not record.warm
+    assert record.explored == set()
     assert record.topk == [[17, 0, 1, 2, 3, 4, 5, 6]]
     return seq
 
@@ -272,12 +282,14 @@ def warm_forty(n_slots: int = 48, **params: Any) -> OracleSequence:
 def test_ranked_selection() -> None:
     # p = 40: N = 41, B = 6, m = 6 - floor(2.4) = 4, F = {0, 5}; ranked: 2, then the tie goes to 1.
     (record,) = warm_forty().step([40], one_layer([[0.0] * 41], 48), 0)
-    assert record.row_blocks == [{0, 1, 2, 5}] and record.explored == set()
+    assert record.row_blocks == [{0, 1, 2, 5}]
+    assert record.explored == set()
     # An unselected slot is neither scored nor observed.
     seq = warm_forty()
     (record,) = seq.step([40], one_layer([[0.0] * 24 + [9.0] * 8 + [0.0] * 9], 48), 0)
     assert record.topk == [[0, 1, 2, 3, 4, 5, 6, 7]]
-    assert seq.v[0][24:32] == [0.0] * 8 and seq.v[0][17] == 1.0
+    assert seq.v[0][24:32] == [0.0] * 8
+    assert seq.v[0][17] == 1.0
 
 
 def test_explored_blocks() -> None:
@@ -285,12 +297,14 @@ def test_explored_blocks() -> None:
     seq = warm_forty(exploration_policy="random", exploration=0.05, seed=11)
     (record,) = seq.step([40], one_layer([[0.0] * 41], 48), 0)
     expected = min((1, 3, 4), key=lambda j: (priority(11, 7, 3, 40, j), j))
-    assert record.explored == {expected} and record.blocks == {0, 2, 5, expected}
+    assert record.explored == {expected}
+    assert record.blocks == {0, 2, 5, expected}
     # gamma 1: e = 4 - 2, nothing is ranked.
     seq = warm_forty(exploration_policy="random", exploration=1.0, seed=11)
     (record,) = seq.step([40], one_layer([[0.0] * 41], 48), 0)
     order = sorted((1, 2, 3, 4), key=lambda j: (priority(11, 7, 3, 40, j), j))
-    assert record.explored == set(order[:2]) and record.blocks == {0, 5, *order[:2]}
+    assert record.explored == set(order[:2])
+    assert record.blocks == {0, 5, *order[:2]}
     # Every row of a step uses the p0 of row 0.
     seq = warm_forty(n_slots=64, exploration_policy="random", exploration=1.0, seed=11)
     (record,) = seq.step([40, 41], one_layer([[0.0] * 41, [0.0] * 42], 64), 0)
@@ -313,7 +327,8 @@ def test_a0_keeps_the_blocks_of_the_predicted_top_k() -> None:
     seq = warm_forty(reduction="A0", exploration_policy="random", exploration=1.0)
     seq.top_k = 3
     (record,) = seq.step([40], one_layer([[0.0] * 41], 48), 0)
-    assert record.blocks == {0, 2, 5} and record.explored == set()
+    assert record.blocks == {0, 2, 5}
+    assert record.explored == set()
 
 
 def test_a2_keeps_block_level_state() -> None:
@@ -381,7 +396,8 @@ def test_replay_metrics_and_resets() -> None:
     }
     metrics = replay(cold, block_size=8)["metrics"]
     assert metrics["mean_miss"] is metrics["p99_miss"] is metrics["realized_sparsity"] is None
-    assert metrics["p99_miss_layer_mean"] is None and metrics["cold_steps"] == 1
+    assert metrics["p99_miss_layer_mean"] is None
+    assert metrics["cold_steps"] == 1
 
 
 # ---------------------------------------------------------------- strategies
@@ -393,10 +409,14 @@ LIGHT = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCh
 def test_traces_are_well_formed(trace: Trace) -> None:
     scores, positions = trace["scores"], trace["positions"]
     n_steps, n_layers, n_rows, n_slots = scores.shape
-    assert scores.dtype == np.float32 and positions.shape == (n_steps, n_rows)
-    assert len(trace["layers"]) == n_layers and trace["top_k"] >= 1
-    assert (positions >= 0).all() and (np.diff(positions, axis=1) == 1).all()
-    assert (trace["accepted"] >= 0).all() and (trace["accepted"] < n_rows).all()
+    assert scores.dtype == np.float32
+    assert positions.shape == (n_steps, n_rows)
+    assert len(trace["layers"]) == n_layers
+    assert trace["top_k"] >= 1
+    assert (positions >= 0).all()
+    assert (np.diff(positions, axis=1) == 1).all()
+    assert (trace["accepted"] >= 0).all()
+    assert (trace["accepted"] < n_rows).all()
     visible = (positions + 1) // trace["ratio"]
     assert visible.max() <= n_slots
     hidden = np.arange(n_slots) >= visible[:, None, :, None]
@@ -420,7 +440,8 @@ def test_replay_invariants(case: tuple[Trace, Params]) -> None:
         assert blocks[t, layer_index, slots // params["block_size"]].all()
         values = trace["scores"][t, layer_index, row, slots]
         assert (values[:-1] >= values[1:]).all()
-    assert np.isfinite(result["v"]).all() and np.isfinite(result["d"]).all()
+    assert np.isfinite(result["v"]).all()
+    assert np.isfinite(result["d"]).all()
     if params["sparsity"] == 0.0 and params["reduction"] != "A0":
         assert result["metrics"]["mean_miss"] in (None, 0.0) or params["mask_policy"] == "row0"
 
@@ -428,8 +449,10 @@ def test_replay_invariants(case: tuple[Trace, Params]) -> None:
 @pytest.mark.parametrize("family", SCORE_FAMILIES)
 def test_families_hold_no_nan(family: str) -> None:
     scores = family_scores(family, np.random.default_rng(1), (2, 3, 40))
-    assert scores.dtype == np.float32 and scores.shape == (2, 3, 40)
-    assert not np.isnan(scores).any() and not np.isposinf(scores).any()
+    assert scores.dtype == np.float32
+    assert scores.shape == (2, 3, 40)
+    assert not np.isnan(scores).any()
+    assert not np.isposinf(scores).any()
 
 
 def test_write_trace(tmp_path: Path) -> None:
