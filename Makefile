@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
-PIP_INSTALL := $(PY) -m pip --disable-pip-version-check install --quiet
+PIP_INSTALL := $(PY) -m pip --disable-pip-version-check install -qq
 VENV_DONE := $(VENV)/.stamp-venv
 DEPS_DONE := $(VENV)/.stamp-deps
 SETUP_DONE := $(VENV)/.stamp-setup
@@ -23,6 +23,7 @@ help: ## list the targets
 		printf '  %-7s %s\n' "$$name" "$$text"; done
 
 setup: $(SETUP_DONE) ## create .venv with the pinned requirements and an editable install
+	@:
 
 test: setup ## ruff, mypy, then pytest with coverage
 	@$(BIN)/ruff check --quiet
