@@ -28,7 +28,7 @@ setup: $(SETUP_DONE) ## create .venv with the pinned requirements and an editabl
 test: setup ## ruff, mypy, then pytest with coverage
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/mypy --no-error-summary
-	@$(PY) -m pytest --cov $(PYTEST_ARGS)
+	@$(PY) -m pytest --cov=spin_trtllm $(PYTEST_ARGS)
 
 lint: setup ## every check that changes nothing: ruff, formats, mypy
 	@$(BIN)/ruff check --quiet
