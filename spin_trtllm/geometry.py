@@ -2,7 +2,7 @@
 """Tokens, slots and blocks: the integer arithmetic of SPEC 1 and SPEC 4.
 
 Every function takes Python integers or int64 tensors and returns the same kind. Nothing here is
-float: `ceil((1 - rho) * B)` in floating point is wrong for, say, rho = 0.4 and B = 5.
+float: `ceil((1 - rho) * B)` in floating point keeps 4 blocks at rho = 0.7 and B = 10, not 3.
 """
 
 from __future__ import annotations

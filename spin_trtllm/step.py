@@ -169,21 +169,13 @@ class SpinStep:
         """
         self._deferred[plan.layers] = (plan, scores)
 
-    # ---- how the product's variant decides; replay's variants replace these two ----
+    # ---- how the product's variant decides; replay's variants replace these ----
 
     def _select(
         self, lanes: Tensor, positions: Tensor, warm: Tensor, sequence_ids: Tensor, layers: Tensor
     ) -> Selection:
-        config, state = self.config, self.state
-        block_scores = ops.predict_blocks(
-            state.v.flatten(0, 1),
-            state.d.flatten(0, 1),
-            lanes,
-            positions,
-            ratio=self.ratio,
-            block_size_slots=config.block_size,
-            pooling=config.pooling,
-        )
+        config = self.config
+        block_scores = self._block_scores(lanes, positions)
         return ops.select_blocks(
             block_scores,
             positions,
@@ -197,7 +189,23 @@ class SpinStep:
             exploration_ppm=config.exploration_ppm,
             seed=config.seed,
             mask_policy=config.mask_policy,
+            priorities=self._priorities(lanes, block_scores),
         )
+
+    def _block_scores(self, lanes: Tensor, positions: Tensor) -> Tensor:
+        return ops.predict_blocks(
+            self.state.v.flatten(0, 1),
+            self.state.d.flatten(0, 1),
+            lanes,
+            positions,
+            ratio=self.ratio,
+            block_size_slots=self.config.block_size,
+            pooling=self.config.pooling,
+        )
+
+    def _priorities(self, lanes: Tensor, block_scores: Tensor) -> Tensor | None:
+        """Exploration priorities `[S, R, B]`, lowest first; None takes SPEC 6's."""
+        return None
 
     def _update(
         self, lanes: Tensor, plan: StepPlan, scores: Tensor, rows: Tensor, accepted: Tensor

@@ -44,7 +44,7 @@ _SPIN_OPTIONS: list[tuple[str, str, Any, str]] = [
 
 
 def spin_options(function: Function) -> Function:
-    """Add `--spin-config FILE` and one option per SPIN field; each defaults to None, "not given"."""
+    """Add `--spin-config FILE` and one option per SPIN field, None when not given."""
     for option, field, kind, text in reversed(_SPIN_OPTIONS):
         function = click.option(option, field, type=kind, default=None, help=text)(function)
     return click.option(

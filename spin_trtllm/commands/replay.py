@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`spin-trtllm replay`: what a policy keeps and misses on a captured trace."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from spin_trtllm.commands.common import spin_config, spin_options
+from spin_trtllm.replay.policies import POLICIES
+from spin_trtllm.replay.run import replay
+from spin_trtllm.replay.trace import Trace
+
+_LABELS = {
+    "mean_miss": "mean miss",
+    "p99_miss": "p99 miss",
+    "p99_miss_layer_mean": "p99 miss, mean over layers",
+    "realized_sparsity": "realized sparsity",
+    "cold_steps": "cold steps",
+    "steps": "steps",
+    "pearson": "Pearson, predicted and true scores",
+    "topk_recall": "top-K recall of the prediction",
+}
+
+
+@click.command("replay")
+@click.argument("trace", type=click.Path())
+@click.option("--policy", default="spin", show_default=True, help=", ".join(POLICIES) + ".")
+@spin_options
+@click.option("--dump", type=click.Path(), help="Write every decision to this safetensors file.")
+@click.option("--predictions", is_flag=True, help="Also measure SPIN's predicted slot scores.")
+@click.option("--json", "as_json", is_flag=True, help="Print the metrics as one JSON object.")
+def command(
+    trace: str, policy: str, dump: str | None, predictions: bool, as_json: bool, **options: Any
+) -> None:
+    """Replay TRACE (spin-trace/1) and print miss rates and realized sparsity."""
+    config, _ = spin_config(options)
+    opened = Trace(trace)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"replay {opened.path.name}", total=len(opened))
+        result = replay(
+            opened,
+            config,
+            policy=policy,
+            dump=dump,
+            predictions=predictions,
+            on_step=lambda done: progress.update(task, completed=done),
+        )
+    if as_json:
+        click.echo(json.dumps(result))
+        return
+    table = Table(title=f"{policy} on {opened.path.name}", title_justify="left")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for key, value in result.items():
+        shown = "not measured" if value is None else f"{value:.6g}"
+        table.add_row(_LABELS[key], shown)
+    Console().print(table)
