@@ -100,7 +100,7 @@ def read_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
             range, or no layer with an indexer.
     """
     path = Path(directory)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # Path.is_dir raises on a name that is too long
         refuse("checkpoint_dir", str(path), "a directory with a config.json")
     config = read_json_object(path / CONFIG_FILE, "checkpoint_dir")
     architecture = _architecture(config)

@@ -132,7 +132,8 @@ def write_engine(directory: Path, files: Mapping[str, str]) -> None:
     """
     for name in ENGINE_FILES:
         path = directory / name
-        path.write_text(files[name], encoding="utf-8")
+        # surrogateescape: run.sh names the checkpoint by path, and a path may be any bytes
+        path.write_text(files[name], encoding="utf-8", errors="surrogateescape")
         if path.suffix == ".sh":
             readable = path.stat().st_mode & 0o444
             path.chmod(path.stat().st_mode | readable >> 2)  # whoever may read it may run it

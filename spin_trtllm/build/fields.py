@@ -13,8 +13,6 @@ from spin_trtllm.errors import SpinError, refuse
 MAX_JSON_BYTES = 16 * 2**20  # real ones are a few kilobytes; a weight file by mistake is refused
 MAX_JSON_DEPTH = 64  # far below Python's recursion limit, so that the file can be written again
 
-_REQUIRED = object()
-
 
 def read_json_object(path: Path, argument: str) -> dict[str, Any]:
     """The object in a JSON file.
@@ -26,17 +24,10 @@ def read_json_object(path: Path, argument: str) -> dict[str, Any]:
         SpinError: unreadable, larger than `MAX_JSON_BYTES`, nested deeper than `MAX_JSON_DEPTH`,
             not JSON, or not an object.
     """
+    content = _read(path, argument)
     try:
-        size_bytes = path.stat().st_size
-        if size_bytes > MAX_JSON_BYTES:
-            refuse(f"{argument}: {path.name}", f"{size_bytes} bytes", f"up to {MAX_JSON_BYTES}")
-        loaded = json.loads(path.read_bytes())
-    except OSError as error:
-        reason = error.strerror or error
-        raise SpinError(f"{argument}: cannot read {str(path)!r}: {reason}") from error
+        loaded = json.loads(content)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, SpinError):
-            raise
         raise SpinError(f"{argument}: {str(path)!r} is not valid JSON: {error}") from error
     if not isinstance(loaded, dict):
         refuse(f"{argument}: {path.name}", type(loaded).__name__, "a JSON object")
@@ -46,14 +37,14 @@ def read_json_object(path: Path, argument: str) -> dict[str, Any]:
 
 
 def integer(
-    values: Mapping[str, Any], name: str, low: int, high: int, default: Any = _REQUIRED
+    values: Mapping[str, Any], name: str, low: int, high: int, default: int | None = None
 ) -> int:
     """The integer field `name`, or its default where it is absent.
 
     Raises:
         SpinError: absent without a default, not an integer, or outside `low .. high`.
     """
-    value = values.get(name, None if default is _REQUIRED else default)
+    value = values.get(name, default)
     # bool is an int in Python, but `true` is never a size
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         refuse(name, value, f"an integer in {low} .. {high}")
@@ -82,6 +73,18 @@ def section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         refuse(name, value, "a JSON object")
     return value
+
+
+def _read(path: Path, argument: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_JSON_BYTES + 1)
+    except OSError as error:
+        reason = error.strerror or error
+        raise SpinError(f"{argument}: cannot read {str(path)!r}: {reason}") from error
+    if len(content) > MAX_JSON_BYTES:
+        refuse(f"{argument}: {path.name}", "a larger file", f"up to {MAX_JSON_BYTES} bytes")
+    return content
 
 
 def _depth(value: Any) -> int:

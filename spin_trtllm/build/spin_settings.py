@@ -47,7 +47,7 @@ def settle_spin(
     if file is not None and preset_name is not None:
         raise SpinError("--spin_preset: got one next to --spin_config, allowed: only one of them")
     if file is not None:
-        base, source = SpinConfig.from_yaml(file), file
+        base, source = SpinConfig.from_yaml(file), repr(file)
     else:
         name = preset_name or preset_for(checkpoint)
         base, source = preset(name), f"preset {name}"

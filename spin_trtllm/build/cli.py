@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`trtllm-build`: with `--use_spin` our build, without it TensorRT-LLM's own command."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, TypeVar
+
+import click
+
+from spin_trtllm import __version__
+from spin_trtllm.build.engine import RUN_FILE
+from spin_trtllm.build.handover import hand_over
+from spin_trtllm.build.pipeline import STAGES, BuildRequest, build
+from spin_trtllm.build.progress import Stages
+from spin_trtllm.build.target import TARGET_SMS
+from spin_trtllm.commands.common import run
+from spin_trtllm.config import BLOCK_SIZES, STATE_DTYPES
+from spin_trtllm.step import SpinStep
+
+PROGRAM = "trtllm-build"
+DEFAULT_BATCH_SIZE = 64
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_BUILD = "Build"
+_SPIN = "SPIN (overrides the file or preset)"
+_SIZES = "Deployment"
+
+# option, SpinConfig field, type, help
+_SPIN_FIELDS: list[tuple[str, str, type, str]] = [
+    ("--spin_sparsity", "target_sparsity", float, "Share of blocks to skip, in [0, 1)."),
+    ("--spin_block_size", "block_size", int, f"Slots a block: {', '.join(map(str, BLOCK_SIZES))}."),
+    ("--spin_ema_decay", "ema_decay", float, "Weight of the past in the averages, in [0, 1)."),
+    ("--spin_exploration", "exploration", float, "Share of kept blocks explored, in [0, 1]."),
+    (
+        "--spin_exploration_policy",
+        "exploration_policy",
+        str,
+        f"{', '.join(SpinStep.exploration_policies)}.",
+    ),
+    ("--spin_state_dtype", "state_dtype", str, f"Averages in {', '.join(STATE_DTYPES)}."),
+    ("--spin_seed", "seed", int, "Seed of the exploration priorities."),
+]
+
+
+class _Option(click.Option):
+    """An option that says under which heading `--help` lists it."""
+
+    def __init__(self, *args: Any, section: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.section = section
+
+
+class _Command(click.Command):
+    """A command whose help groups its options; the built-in ones come last."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, options in groupby(
+            self.get_params(ctx), lambda option: getattr(option, "section", "Other")
+        ):
+            records = [option.get_help_record(ctx) for option in options]
+            with formatter.section(heading):
+                formatter.write_dl([record for record in records if record])
+
+
+def _option(*names: str, section: str, **attributes: Any) -> Callable[[Function], Function]:
+    return click.option(*names, cls=_Option, section=section, **attributes)
+
+
+def _spin_fields(function: Function) -> Function:
+    for option, field, kind, text in reversed(_SPIN_FIELDS):
+        function = _option(option, field, section=_SPIN, type=kind, help=text)(function)
+    return function
+
+
+@click.command(
+    cls=_Command,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Without --use_spin all arguments go to TensorRT-LLM's own trtllm-build, which exists "
+    "up to its release 1.3.0rc22.",
+)
+@_option("--use_spin", section=_BUILD, is_flag=True, expose_value=False, help="Build with SPIN.")
+@_option("--checkpoint_dir", section=_BUILD, required=True, help="DeepSeek-V4 or V3.2 checkpoint.")
+@_option("--output_dir", section=_BUILD, required=True, help="Directory to write the engine to.")
+@_option("--force", section=_BUILD, is_flag=True, help="Replace an earlier engine.")
+@_option("--dry_run", section=_BUILD, is_flag=True, help="Print the files instead of writing them.")
+@_option("--spin_config", section=_SPIN, metavar="FILE", help="YAML file of SPIN fields.")
+@_option("--spin_preset", section=_SPIN, metavar="NAME", help="Preset; default: the model's.")
+@_spin_fields
+@_option(
+    "--target_sm",
+    section=_SIZES,
+    metavar="SM",
+    help=f"GPU to serve on: {', '.join(map(str, TARGET_SMS))}; sm_90 and 90a are fine too. "
+    "Default: this machine's, or 90.",
+)
+@_option(
+    "--max_batch_size",
+    section=_SIZES,
+    type=int,
+    default=DEFAULT_BATCH_SIZE,
+    show_default=True,
+    help="Sequences that decode at once.",
+)
+@_option(
+    "--max_seq_len",
+    section=_SIZES,
+    type=int,
+    help="Longest sequence in tokens. Default: the model's limit.",
+)
+@click.version_option(__version__, prog_name=f"{PROGRAM} (spin-trtllm)")
+def command(**options: Any) -> None:
+    """Prepare a DeepSeek-V4 or V3.2 checkpoint for serving with SPIN.
+
+    Writes a directory with the SPIN configuration, arguments for trtllm-serve and a run.sh; the
+    weights stay where they are.
+    """
+    overrides = {field: options.pop(field) for _, field, _, _ in _SPIN_FIELDS}
+    request = BuildRequest(overrides=overrides, **options)
+    output, files = build(request, Stages(STAGES))
+    if request.dry_run:
+        for name, text in files.items():
+            _echo(f"\n# ---- {name}\n{text}")
+    else:
+        _echo(f"serve it: {shlex.quote(str(output / RUN_FILE))}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if _is_ours(given):
+        run(command, given, PROGRAM)
+    run(click.Command(PROGRAM, callback=lambda: hand_over(PROGRAM, given)), [], PROGRAM)
+
+
+def _is_ours(arguments: Sequence[str]) -> bool:
+    """`--use_spin` decides; a call for help is answered even where TensorRT-LLM could not."""
+    words = {argument.partition("=")[0] for argument in arguments}
+    return bool(words & {"--use_spin", "--help", "-h", "--version"})
+
+
+def _echo(text: str) -> None:
+    click.echo(os.fsencode(text), nl=False)  # a path may be bytes that no text stream takes
+
+
+if __name__ == "__main__":
+    main()

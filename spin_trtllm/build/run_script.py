@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of `run.sh`: the command that serves an engine."""
+
+from __future__ import annotations
+
+import shlex
+
+from spin_trtllm.build.checkpoint import Checkpoint
+
+# The script finds its own directory, so that an engine can be moved; readlink follows a link to
+# it. `exec` leaves no shell between a supervisor's signals and the server.
+_TEMPLATE = """\
+#!/bin/sh
+# Serve this engine; further arguments go to trtllm-serve:  run.sh --tp_size 8 --port 8000
+# SPIN_CHECKPOINT=DIR serves the same checkpoint from another place.
+set -eu
+
+engine=$(dirname -- "$(readlink -f -- "$0")")
+checkpoint={checkpoint}
+
+# SPIN is on in every rank whose TLLM_SPIN names a configuration; without it the host is dense.
+export TLLM_SPIN="$engine/spin.yaml"
+
+exec trtllm-serve "${{SPIN_CHECKPOINT:-$checkpoint}}" --config "$engine/llm_args.yaml" "$@"
+"""
+
+
+def run_script_text(checkpoint: Checkpoint) -> str:
+    """The shell script, safe for a checkpoint path with any characters."""
+    return _TEMPLATE.format(checkpoint=shlex.quote(str(checkpoint.path)))
