@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import click
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -40,6 +41,9 @@ def command(
 ) -> None:
     """Replay TRACE (spin-trace/1) and print miss rates and realized sparsity."""
     config, _ = spin_config(options)
+    # A step is a few dozen passes over a few MB: waking a second thread for each costs more than
+    # it gives, and far more on a machine that is busy with something else.
+    torch.set_num_threads(1)
     opened = Trace(trace)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -75,25 +75,24 @@ def observe_entries(
         scores: fp32 `[S, R, n]`; observed: bool `[S, R, n]`, n at most N.
         query: int64 `[S, R]`, where each row stands on the axis.
     """
-    observed = observed & scores.isfinite()
     n = scores.shape[-1]
+    # NaN marks what is not observed, so that one lookup per offset finds value and flag; one entry
+    # more stands for every offset outside the axis.
+    z = torch.where(observed & scores.isfinite(), scores, float("nan"))
+    z = torch.nn.functional.pad(z, (0, 1), value=float("nan"))
     vertical, diagonal = v[lanes, :n], d[lanes]
     offsets = torch.arange(d.shape[-1], device=d.device)
     for row in range(scores.shape[1]):
-        entry = query[:, row : row + 1] - offsets  # the entry that sits at each offset of this row
-        inside = (entry >= 0) & (entry < n)
-        entry = entry.clamp(0, max(n - 1, 0))
-        z, seen = scores[:, row], observed[:, row]
-        vertical = _average(vertical, z, seen, ema_decay)
-        if n:
-            diagonal = _average(
-                diagonal, z.gather(-1, entry), inside & seen.gather(-1, entry), ema_decay
-            )
+        entry = query[:, row : row + 1] - offsets  # the entry at each offset of this row
+        entry = torch.where((entry >= 0) & (entry < n), entry, n)
+        vertical = _average(vertical, z[:, row, :n], ema_decay)
+        diagonal = _average(diagonal, z[:, row].gather(-1, entry), ema_decay)
     v[lanes, :n] = vertical
     d[lanes] = diagonal
 
 
-def _average(state: Tensor, z: Tensor, seen: Tensor, ema_decay: float) -> Tensor:
+def _average(state: Tensor, z: Tensor, ema_decay: float) -> Tensor:
+    """One step of the average, kept as it was where `z` is NaN."""
     # Two products and a sum, each rounded to fp32: a fused multiply-add would give other bits.
     new = state.float() * ema_decay + z * (1.0 - ema_decay)
-    return torch.where(seen, new.to(state.dtype), state)
+    return torch.where(z.isnan(), state, new.to(state.dtype))

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from spin_trtllm.geometry import visible_slots
 
+_INFINITIES = (float("inf"), float("-inf"))  # nan_to_num leaves these as they are
+
 
 def topk_slots(
     scores: Tensor,
@@ -41,23 +43,36 @@ def topk_slots(
 
 def best_slots(scores: Tensor, scored: Tensor, top_k: int) -> Tensor:
     """`topk_slots` on an explicit mask: fp32 and bool `[S, R, N]` to int32 `[S, R, K]`."""
-    best = torch.full((*scores.shape[:-1], top_k), -1, dtype=torch.int64, device=scores.device)
     width = min(top_k, scores.shape[-1])
-    if best.numel() == 0 or width == 0:
-        return best.int()
-    valid = torch.where(scored & ~scores.isnan(), scores, float("-inf"))
-    # torch.topk breaks ties as it likes, so it only finds the threshold; ties are counted here.
-    threshold = valid.topk(width, dim=-1).values[..., -1:]
+    shape = (*scores.shape[:-1], top_k)
+    if 0 in (*shape, width):
+        return torch.full(shape, -1, dtype=torch.int32, device=scores.device)
+    valid = torch.where(scored, scores, float("-inf")).nan_to_num_(float("-inf"), *_INFINITIES)
+    # torch.topk breaks ties as it likes. That matters only where the last slot taken ties with the
+    # first one left, which one more value shows.
+    values, slots = valid.topk(min(width + 1, scores.shape[-1]), dim=-1)
+    last = values[..., width - 1]
+    clear = last > values[..., width] if values.shape[-1] > width else last > float("-inf")
+    if bool(clear.all()):
+        best = slots[..., :width].sort(dim=-1).values
+    else:
+        best = _first_of_ties(valid, scored, last.unsqueeze(-1), width)
+    value = torch.where(best >= 0, valid.gather(-1, best.clamp(min=0)), float("-inf"))
+    order = value.sort(dim=-1, descending=True, stable=True).indices  # keeps slot order and padding
+    best = best.gather(-1, order).int()
+    return torch.nn.functional.pad(best, (0, top_k - width), value=-1)
+
+
+def _first_of_ties(valid: Tensor, scored: Tensor, threshold: Tensor, width: int) -> Tensor:
+    """Slots above the threshold, and the lowest scored ones at it: int64 `[S, R, width]`."""
     above = valid > threshold
     level = scored & (valid == threshold)
     room = scored.sum(-1, keepdim=True).clamp(max=width) - above.sum(-1, keepdim=True)
     picked = above | (level & (level.cumsum(-1) <= room))
-    place = picked.cumsum(-1)[picked] - 1
+    best = torch.full((*valid.shape[:-1], width), -1, device=valid.device)
     sequence, row, slot = picked.nonzero(as_tuple=True)
-    best[sequence, row, place] = slot
-    value = torch.where(best >= 0, valid.gather(-1, best.clamp(min=0)), float("-inf"))
-    order = value.sort(dim=-1, descending=True, stable=True).indices  # keeps slot order and padding
-    return best.gather(-1, order).int()
+    best[sequence, row, picked.cumsum(-1)[sequence, row, slot] - 1] = slot
+    return best
 
 
 def scored_slots(
@@ -71,7 +86,7 @@ def scored_slots(
     Returns:
         bool `[S, R, N]`.
     """
-    kept = blocks.repeat_interleave(block_size_slots, dim=-1)[:, :slots]
+    kept = blocks.repeat_interleave(block_size_slots, -1)[:, :slots]
     index = torch.arange(slots, device=blocks.device)
     visible = index < visible_slots(positions_tokens, ratio).unsqueeze(-1)
     return visible & kept.unsqueeze(1)
