@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a probe's report means: which uses of SPIN work here, and how to fix the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spin_trtllm.build.target import TARGET_SMS
+from spin_trtllm.probe import REFERENCE_RUNS, Report
+
+_GPU = "run on a Hopper or Blackwell GPU"
+_KERNELS = "install nvcc and reinstall spin-trtllm from source"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether one use of SPIN works here.
+
+    Attributes:
+        use: what one would do.
+        runs: whether it works.
+        why: the reason, one line.
+        fix: what to do about it, one line; empty if nothing is to be done.
+    """
+
+    use: str
+    runs: bool
+    why: str
+    fix: str = ""
+
+
+def verdicts(report: Report) -> tuple[Verdict, ...]:
+    """What runs here, what does not, and how to fix it."""
+    return (
+        Verdict("trtllm-build --use_spin", True, "needs no host"),
+        _own_build(report),
+        _embedded(report),
+        _kernels(report),
+        _trtllm_serve(report),
+        _tensorrt_plugin(report),
+        _triton(report),
+    )
+
+
+def _own_build(report: Report) -> Verdict:
+    use = "trtllm-build without --use_spin"
+    if report.has_own_build:
+        return Verdict(use, True, "TensorRT-LLM's own command is there")
+    why = "TensorRT-LLM's own command is not there; releases after 1.3.0rc22 have none"
+    return Verdict(use, False, why, "use trtllm-build --use_spin for DeepSeek-V4")
+
+
+def _embedded(report: Report) -> Verdict:
+    use = "embedded host (spin-trtllm generate)"
+    host = report.host("transformers")
+    install = "pip install 'spin-trtllm[transformers]'"
+    if not host.found:
+        return Verdict(use, False, "transformers is not installed", install)
+    if not host.matches:
+        why = f"transformers {host.version} has no DeepSeek-V4 indexer that SPIN knows"
+        return Verdict(use, False, why, install)
+    return Verdict(use, True, f"transformers {host.version}, both hook points match")
+
+
+def _kernels(report: Report) -> Verdict:
+    use = "CUDA kernels"
+    if not report.devices:
+        return Verdict(use, False, "no CUDA device; the reference runs on the CPU", _GPU)
+    sms = sorted({device.sm for device in report.devices})
+    if not report.kernel_library.found:
+        return Verdict(use, False, REFERENCE_RUNS, _KERNELS)
+    return Verdict(use, True, f"on {', '.join(f'sm_{sm}' for sm in sms)}")
+
+
+def _trtllm_serve(report: Report) -> Verdict:
+    use = "trtllm-serve with SPIN"
+    host = report.host("tensorrt_llm")
+    if not host.found:
+        fix = "use a TensorRT-LLM container, 1.3.0rc24 or newer, and install spin-trtllm in it"
+        return Verdict(use, False, "tensorrt_llm is not installed", fix)
+    if not host.matches:
+        why = f"tensorrt_llm {host.version}: {host.hooks[0].name} {host.hooks[0].note}"
+        return Verdict(use, False, why, "use TensorRT-LLM 1.3.0rc24 .. 1.4.0rc4; others run dense")
+    if not any(device.sm in TARGET_SMS for device in report.devices):
+        wanted = ", ".join(f"sm_{sm}" for sm in TARGET_SMS)
+        return Verdict(use, False, f"no GPU of {wanted}", _GPU)
+    return Verdict(use, True, f"tensorrt_llm {host.version}, hook point matches")
+
+
+def _tensorrt_plugin(report: Report) -> Verdict:
+    use = "TensorRT plugin"
+    runtimes = [report.host(name) for name in ("tensorrt", "tensorrt_lean", "tensorrt_rtx")]
+    found = [host for host in runtimes if host.found]
+    if not found:
+        why = "no TensorRT runtime is installed"
+        return Verdict(use, False, why, "pip install 'spin-trtllm[tensorrt]'")
+    if not report.kernel_library.found:
+        return Verdict(use, False, "the kernel library, which holds it, is not built", _KERNELS)
+    return Verdict(use, True, ", ".join(f"{host.name} {host.version}" for host in found))
+
+
+def _triton(report: Report) -> Verdict:
+    use = "Triton Inference Server"
+    names = ("tritonserver (program)", "tritonserver", "pytriton")
+    found = [name for name in names if report.host(name).found]
+    if not found:
+        fix = "use a Triton container, or pip install nvidia-pytriton"
+        return Verdict(use, False, "no Triton server is installed", fix)
+    return Verdict(use, True, f"found {', '.join(found)}")
