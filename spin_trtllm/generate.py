@@ -6,16 +6,19 @@ SPIN is no part of it: a session that is enabled on the model takes effect by it
 
 from __future__ import annotations
 
+import inspect
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spin_trtllm.errors import refuse
+from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.hosts.transformers import SpinSession, config_of
 
 
@@ -145,6 +148,24 @@ def generate(
     )
 
 
+def read_prompt(path: str | os.PathLike[str]) -> str:
+    """The text of a prompt file, every character of it.
+
+    Raises:
+        SpinError: a file that cannot be read, is empty, or is not UTF-8.
+    """
+    try:
+        text = Path(path).read_bytes().decode()
+    except OSError as error:
+        raise SpinError(f"prompt: cannot read {str(path)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        where = f"{str(path)!r}, byte {error.start}"
+        raise SpinError(f"prompt: {where} is not UTF-8 text, which the tokenizer needs") from error
+    if not text:
+        refuse("prompt", str(path), "a file with at least one character")
+    return text
+
+
 def check_length(model: torch.nn.Module, prompt_tokens: int, new_tokens: int = 0) -> None:
     """Refuse an empty prompt, and one that leaves no room for the tokens to come.
 
@@ -174,7 +195,10 @@ def split_prompt(tokens: Tensor, chunk_tokens: int) -> list[Tensor]:
 
 def _forward(model: torch.nn.Module, tokens: Tensor, cache: Any) -> Tensor:
     """Logits `[S, vocabulary]` after the last of `[S, T]` tokens; the cache takes them all in."""
-    output = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    # Transformers 5.24 renamed the argument, and warns about the old name.
+    known = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in known else "past_key_values"
+    output = model(input_ids=tokens, use_cache=True, logits_to_keep=1, **{name: cache})
     logits: Tensor = output.logits[:, -1]
     return logits
 

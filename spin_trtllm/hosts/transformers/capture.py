@@ -19,9 +19,8 @@ from torch import Tensor
 from spin_trtllm.errors import refuse
 from spin_trtllm.files import atomic_file
 from spin_trtllm.geometry import count_blocks
+from spin_trtllm.replay.trace import write_trace
 from spin_trtllm.step import SpinStep, StepPlan
-
-FORMAT = "spin-trace/1"
 
 
 @dataclass(eq=False)
@@ -96,7 +95,7 @@ class Capture:
             self._recordings.pop(sequence_id, None)
 
     def save_trace(
-        self, path: str | os.PathLike[str], sequence: int = 0, *, source: str | None = None
+        self, path: str | os.PathLike[str], sequence: int = 0, *, source: str = ""
     ) -> None:
         """Write a `spin-trace/1` file of one sequence (SPEC 9).
 
@@ -109,24 +108,17 @@ class Capture:
             SpinError: a sequence of which nothing was recorded, or a path that cannot be written.
         """
         steps = self._steps(sequence)
-        slots = max(len(entry.scores) for step in steps for entry in step.layers.values())
-        nan = float("nan")
-        tensors = {
-            "scores": self._stack(steps, "scores", slots, nan).unsqueeze(2),
-            "positions": torch.tensor([[step.position_tokens] for step in steps]),
-            "accepted": torch.zeros(len(steps), dtype=torch.int64),
-        }
-        metadata = {
-            "format": FORMAT,
-            "ratio": str(self._step.ratio),
-            "top_k": str(self._step.top_k_slots),
-            "layers": ",".join(map(str, self._step.state.layers)),
-            "sequence_id": str(sequence),
-        }
-        if source is not None:
-            metadata["source"] = source
-        with atomic_file(path, argument="trace") as temporary:
-            save_file(tensors, temporary, metadata)
+        write_trace(
+            path,
+            self._stack(steps, "scores", _width(steps), float("nan")).unsqueeze(2),
+            torch.tensor([[step.position_tokens] for step in steps]),
+            torch.zeros(len(steps), dtype=torch.int64),
+            ratio=self._step.ratio,
+            top_k=self._step.top_k_slots,
+            layers=self._step.state.layers,
+            sequence_id=sequence,
+            source=source,
+        )
 
     def save_dump(self, path: str | os.PathLike[str], sequence: int = 0) -> None:
         """Write what the host did, in the form of `spin-trtllm replay --dump` (SPEC 9).
@@ -138,7 +130,7 @@ class Capture:
             SpinError: as `save_trace`.
         """
         steps = self._steps(sequence)
-        slots = max(len(entry.scores) for step in steps for entry in step.layers.values())
+        slots = _width(steps)
         blocks = count_blocks(slots, self._step.config.block_size)
         averages = self._recordings[sequence].averages
         layers = self._step.state.layers
@@ -196,6 +188,11 @@ class Capture:
                 for step in steps
             ]
         )
+
+
+def _width(steps: list[_Step]) -> int:
+    """The most slots that any step sees."""
+    return max(len(entry.scores) for step in steps for entry in step.layers.values())
 
 
 def _pad(tensor: Tensor, width: int, fill: float) -> Tensor:

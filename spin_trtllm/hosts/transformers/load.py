@@ -11,6 +11,8 @@ import importlib.metadata
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +57,10 @@ def load_model(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True
-        )
+        with _no_progress_bar():
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True
+            )
         return model.to(device).eval(), tokenizer
     except (OSError, RuntimeError, ValueError) as error:
         raise SpinError(f"checkpoint: cannot load {str(folder)!r}: {error}") from error
@@ -95,6 +98,20 @@ def require_transformers() -> None:
         refuse("transformers", "not installed", allowed)
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_TRANSFORMERS:
         refuse("transformers", version, allowed)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """A few local files need no progress bar, and a command's output has no place for one."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _check_config(folder: Path) -> None:

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`spin-trtllm trace`: indexer scores of a real model, decoding with SPIN, as a trace file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from spin_trtllm import __version__
+from spin_trtllm.commands.common import spin_config, spin_options
+from spin_trtllm.errors import refuse
+from spin_trtllm.generate import generate, read_prompt
+from spin_trtllm.hosts.transformers import enable, encode_prompt, load_model
+
+
+@click.command("trace")
+@click.option(
+    "--checkpoint", type=click.Path(), required=True, help="Hugging Face DeepSeek-V4 directory."
+)
+@click.option("--prompt", type=click.Path(), required=True, help="Text file, UTF-8.")
+@click.option("--out", type=click.Path(), required=True, help="Trace to write, spin-trace/1.")
+@click.option(
+    "--max-new-tokens", type=int, default=64, show_default=True, help="Decode steps to record."
+)
+@click.option(
+    "--dump",
+    type=click.Path(),
+    help="Also write what the host decided, as `spin-trtllm replay --dump` does.",
+)
+@spin_options
+def command(
+    checkpoint: str, prompt: str, out: str, max_new_tokens: int, dump: str | None, **options: Any
+) -> None:
+    """Prefill a prompt, decode greedily with SPIN, and write all scores of every step.
+
+    A replay of the trace with the same SPIN options repeats the host's decisions exactly; compare
+    the two dumps.
+    """
+    config, _ = spin_config(options)
+    if max_new_tokens < 1:
+        refuse("--max-new-tokens", max_new_tokens, "an integer >= 1")
+    text = read_prompt(prompt)
+    model, tokenizer = load_model(checkpoint)
+    ids = encode_prompt(tokenizer, text, model)
+    with enable(model, config, max_sequences=1, capture=True) as session:
+        # The first token comes from the prefill, without a decode step.
+        generation = generate(model, ids, max_new_tokens + 1)
+    assert session.capture is not None
+    source = (
+        f"spin-trtllm {__version__} trace: {Path(checkpoint).resolve().name}, "
+        f"{Path(prompt).name}, {len(ids)} prompt tokens, sparsity {config.target_sparsity}"
+    )
+    session.capture.save_trace(out, source=source)
+    if dump is not None:
+        session.capture.save_dump(dump)
+    stats = session.stats
+    click.echo(
+        f"{out}: {len(generation.tokens) - 1} steps of layers {', '.join(map(str, session.layers))}"
+        f" after {len(ids)} tokens, realized sparsity {stats.realized_sparsity or 0:.3f}"
+    )
+    for reason, steps in stats.fallbacks.items():
+        click.echo(f"{steps} steps ran dense: {reason}", err=True)
