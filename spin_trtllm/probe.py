@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -128,7 +129,7 @@ def probe() -> Report:
     return Report(
         versions=_versions(),
         devices=_quietly(_devices, ()),
-        kernel_library=_quietly(_kernel_library, KernelLibrary(False, REFERENCE_RUNS)),
+        kernel_library=_kernel_library(),
         hosts=(
             _transformers(),
             _tensorrt_llm(),
@@ -164,7 +165,10 @@ def _kernel_library() -> KernelLibrary:
     """The library as `spin_trtllm.native.library_path()` finds it."""
     if importlib.util.find_spec("spin_trtllm.native") is None:
         return KernelLibrary(False, REFERENCE_RUNS)
-    path = importlib.import_module("spin_trtllm.native").library_path()
+    try:
+        path = importlib.import_module("spin_trtllm.native").library_path()
+    except Exception as error:
+        return KernelLibrary(False, f"cannot be loaded: {error}; the reference runs")
     return KernelLibrary(path is not None, REFERENCE_RUNS if path is None else str(path))
 
 
@@ -203,7 +207,10 @@ def _hook(expected: _Expected, source: str | None) -> Hook:
 
 def _parameters(source: str, expected: _Expected) -> tuple[str, ...] | None:
     """Parameters of a method after `self`; None if the class or the method is not there."""
-    for node in ast.parse(source).body:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are about the host's coding style
+        tree = ast.parse(source)
+    for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == expected.class_name:
             for member in node.body:
                 if isinstance(member, ast.FunctionDef) and member.name == expected.method:

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`spin-trtllm doctor` on machines with more, less, and stranger things than this one."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import click.testing
+import pytest
+import torch
+
+from spin_trtllm import probe as probing
+from spin_trtllm.commands.doctor import command
+from spin_trtllm.probe import Device, Host, KernelLibrary, probe
+from spin_trtllm.verdicts import Verdict, verdicts
+
+NEW_TREE = "_torch/attention/backends/sparse/dsa/indexer.py"
+OLD_TREE = "_torch/attention_backend/sparse/dsa/indexer.py"
+INDEXER = """
+raise RuntimeError("a doctor does not import this")
+class Indexer:
+    def forward(self, x): ...
+    def sparse_attn_indexer(self, metadata, hidden_states, q_fp8, k_fp8, k_scale, weights,
+                            q_scale=None, is_generation=None): ...
+"""
+FIRST_RELEASE = """
+class Indexer:
+    def sparse_attn_indexer(self, metadata, hidden_states, q_fp8, k, weights): ...
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Put a package on the path: files by name, and a version unless it is None."""
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(site)
+
+    def add(package: str, files: dict[str, str], version: str | None = "1.4.0rc4") -> None:
+        for name, text in files.items():
+            path = site / package / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        if version is not None:
+            metadata = site / f"{package}-{version}.dist-info" / "METADATA"
+            metadata.parent.mkdir()
+            metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+        importlib.invalidate_caches()
+
+    return add
+
+
+@pytest.fixture
+def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine where every optional package is missing."""
+
+    def missing(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+
+
+def doctor(*arguments: str) -> str:
+    result = click.testing.CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def verdict(use: str, **changes: Any) -> Verdict:
+    """The verdict on one use, with parts of this machine's report replaced."""
+    report = probing.Report(**(vars(probe()) | changes))
+    return next(v for v in verdicts(report) if v.use.startswith(use))
+
+
+def replaced(host: Host) -> tuple[Host, ...]:
+    """This machine's hosts, with one of them replaced."""
+    return tuple(host if host.name == other.name else other for other in probe().hosts)
+
+
+def test_json_is_one_object_with_stable_keys() -> None:
+    values = json.loads(doctor("--json"))
+    assert list(values) == [
+        "schema_version",
+        "versions",
+        "devices",
+        "kernel_library",
+        "hosts",
+        "verdicts",
+    ]
+    assert list(values["versions"]) == [
+        "python",
+        "platform",
+        "spin_trtllm",
+        "torch",
+        "transformers",
+        "safetensors",
+        "cuda-python",
+    ]
+    assert values["versions"]["torch"] == torch.__version__
+    assert [host["name"] for host in values["hosts"]] == [
+        "transformers",
+        "tensorrt_llm",
+        "tensorrt",
+        "tensorrt_lean",
+        "tensorrt_rtx",
+        "tritonserver (program)",
+        "tritonserver",
+        "pytriton",
+        "tritonclient",
+    ]
+    assert set(values["verdicts"][0]) == {"use", "runs", "why", "fix"}
+    assert set(values["hosts"][0]) == {"name", "found", "version", "hooks", "matches"}
+
+
+def test_text_has_every_section() -> None:
+    text = doctor()
+    for title in ("Versions", "CUDA devices", "Kernel library", "Hosts", "Hook points"):
+        assert f"{title}\n" in text
+    for judged in verdicts(probe()):
+        assert f"{judged.use} " in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+@pytest.mark.usefixtures("nothing")
+def test_a_bare_machine_gets_a_fix_for_everything_that_does_not_run() -> None:
+    report = probe()
+    assert not any(host.found for host in report.hosts)
+    assert report.kernel_library == KernelLibrary(False, "not built: the reference runs")
+    judged = verdicts(report)
+    assert [v.use for v in judged if v.runs] == ["trtllm-build --use_spin"]
+    assert all(v.fix for v in judged if not v.runs)
+    assert "transformers  not installed" in doctor()
+
+
+def test_the_installed_transformers_matches() -> None:
+    pytest.importorskip("transformers", minversion="5.12")
+    host = probe().host("transformers")
+    assert [hook.matches for hook in host.hooks] == [True, True]
+    assert verdict("embedded host").runs
+
+
+@pytest.mark.parametrize(
+    ("source", "note"),
+    [
+        ("class DeepseekV4Indexer: ...", "missing"),
+        ("class DeepseekV4IndexerScorer:\n def forward(self, q, k): ...", "(q, k)"),
+        ("this is not Python", "missing"),
+        (None, "its module is missing"),
+    ],
+)
+def test_another_transformers_does_not_match(
+    install: Any, monkeypatch: pytest.MonkeyPatch, source: str | None, note: str
+) -> None:
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    files = {"__init__.py": ""}
+    if source is not None:
+        files["models/deepseek_v4/modeling_deepseek_v4.py"] = source
+    install("transformers", files, "5.7.0")
+    host = probe().host("transformers")
+    assert (host.version, host.matches, host.hooks[0].note) == ("5.7.0", False, note)
+    judged = verdict("embedded host")
+    assert not judged.runs
+    assert judged.fix == "pip install 'spin-trtllm[transformers]'"
+
+
+@pytest.mark.parametrize("file", [NEW_TREE, OLD_TREE])
+def test_tensorrt_llm_is_read_in_both_trees_and_never_imported(install: Any, file: str) -> None:
+    install("tensorrt_llm", {"__init__.py": INDEXER, file: INDEXER})
+    host = probe().host("tensorrt_llm")
+    assert (host.found, host.version, host.matches) == (True, "1.4.0rc4", True)
+    assert "tensorrt_llm" not in sys.modules
+    assert "matches: (metadata, hidden_states," in doctor()
+
+
+def test_a_tensorrt_llm_with_another_hook_point_runs_dense(install: Any) -> None:
+    install("tensorrt_llm", {"__init__.py": "", OLD_TREE: FIRST_RELEASE}, "1.2.0")
+    judged = verdict("trtllm-serve")
+    assert not judged.runs
+    assert judged.why == (
+        "tensorrt_llm 1.2.0: Indexer.sparse_attn_indexer "
+        "(metadata, hidden_states, q_fp8, k, weights)"
+    )
+
+
+def test_a_tensorrt_llm_without_its_module_is_said_to_be_so(install: Any) -> None:
+    install("tensorrt_llm", {})
+    assert "1.4.0rc4, but its module is missing" in doctor()
+
+
+def test_a_folder_that_happens_to_have_the_name_is_no_host(install: Any) -> None:
+    install("tensorrt", {"notes.txt": ""}, None)
+    assert not probe().host("tensorrt").found
+
+
+def test_their_own_build_is_found(install: Any) -> None:
+    assert not verdict("trtllm-build without").runs
+    install("tensorrt_llm", {"__init__.py": INDEXER, "commands/build.py": ""}, "1.3.0rc20")
+    assert verdict("trtllm-build without").runs
+
+
+@pytest.mark.parametrize(
+    ("host", "library", "runs"),
+    [
+        (Host("tensorrt", True, "11.4.0"), True, True),
+        (Host("tensorrt_lean", True, "11.4.0"), False, False),
+        (Host("tensorrt", False, None), True, False),
+    ],
+)
+def test_the_tensorrt_plugin_needs_a_runtime_and_the_library(
+    host: Host, library: bool, runs: bool
+) -> None:
+    kernels = KernelLibrary(library, "")
+    assert verdict("TensorRT", hosts=replaced(host), kernel_library=kernels).runs is runs
+
+
+def test_a_triton_server_on_the_path_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not verdict("Triton").runs
+    (tmp_path / "tritonserver").write_text("#!/bin/sh\n")
+    (tmp_path / "tritonserver").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert verdict("Triton").why == "found tritonserver (program)"
+
+
+def test_devices_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=150 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert probe().devices == (Device(0, "NVIDIA H200", 90, 150 * 2**30),)
+    assert "cuda:0  NVIDIA H200, sm_90, 150.0 GiB" in doctor()
+
+
+def test_a_broken_driver_does_not_break_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise RuntimeError("driver and library differ")
+
+    monkeypatch.setattr(torch.cuda, "device_count", fail)
+    assert probe().devices == ()
+    assert doctor("--json")
+
+
+H200 = (Device(0, "NVIDIA H200", 90, 2**37),)
+A100 = (Device(0, "NVIDIA A100", 80, 2**36),)
+
+
+@pytest.mark.parametrize(
+    ("devices", "library", "runs"), [((), True, False), (H200, False, False), (H200, True, True)]
+)
+def test_kernels_need_a_device_and_the_library(
+    devices: tuple[Device, ...], library: bool, runs: bool
+) -> None:
+    kernels = KernelLibrary(library, "")
+    assert verdict("CUDA kernels", devices=devices, kernel_library=kernels).runs is runs
+
+
+@pytest.mark.parametrize(("devices", "runs"), [((), False), (A100, False), (H200, True)])
+def test_serving_needs_a_supported_gpu(devices: tuple[Device, ...], runs: bool) -> None:
+    hosts = replaced(Host("tensorrt_llm", True, "1.4.0rc4"))
+    assert verdict("trtllm-serve", devices=devices, hosts=hosts).runs is runs
+
+
+def test_the_kernel_library_is_asked_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    native: Any = ModuleType("spin_trtllm.native")
+    native.__spec__ = importlib.util.spec_from_loader("spin_trtllm.native", None)
+    monkeypatch.setitem(sys.modules, "spin_trtllm.native", native)
+    native.library_path = lambda: Path("/lib/libspin.so")
+    assert probe().kernel_library == KernelLibrary(True, "/lib/libspin.so")
+    native.library_path = lambda: None
+    assert probe().kernel_library == KernelLibrary(False, "not built: the reference runs")
+    del native.library_path
+    assert "cannot be loaded: " in probe().kernel_library.note
