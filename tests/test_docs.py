@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the documents say is so: their Python runs, their links lead somewhere."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from spin_trtllm.config import SpinConfig
+from spin_trtllm.replay.run import replay
+from spin_trtllm.replay.trace import Trace
+
+ROOT = Path(__file__).parent.parent
+TRACE_FORMAT = ROOT / "docs" / "trace-format.md"
+ALGORITHM = ROOT / "docs" / "algorithm.md"
+DOCUMENTS = [TRACE_FORMAT, ALGORITHM, ROOT / "benchmarks/tiny_model/README.md"]
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    text = document.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_trace_example(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (example,) = blocks(TRACE_FORMAT, "python")
+    exec(compile(example, str(TRACE_FORMAT), "exec"), {})
+    metrics = replay(Trace("random.safetensors"), SpinConfig())
+    (shown,) = blocks(TRACE_FORMAT, "json")
+    assert json.loads(shown) == pytest.approx(metrics, abs=0.03)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files(document):
+    targets = re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+def test_every_section_that_code_refers_to_exists():
+    sections = re.findall(r"^## (\d+)\.", ALGORITHM.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sections == [str(number) for number in range(1, 10)]
+    code = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "spin_trtllm").rglob("*.py"))
+    referred = set(re.findall(r"SPEC (\d+)", code))
+    assert referred
+    assert referred <= set(sections)
+
+
+def test_defaults_of_the_parameter_table():
+    section = ALGORITHM.read_text(encoding="utf-8").split("## 2. ")[1].split("## 3. ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]+) \|", section, re.MULTILINE)
+    shown = {name: value.strip().strip("`") for name, value in rows}
+    defaults = {name: str(value) for name, value in SpinConfig().to_dict().items()}
+    assert shown.pop("top_k") == "the model's"
+    assert shown.items() <= defaults.items()
+    assert defaults.keys() - shown.keys() == {"top_k", "staleness_weight"}
