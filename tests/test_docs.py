@@ -48,7 +48,7 @@ def test_every_section_that_code_refers_to_exists():
 
 def test_defaults_of_the_parameter_table():
     section = ALGORITHM.read_text(encoding="utf-8").split("## 2. ")[1].split("## 3. ")[0]
-    rows = re.findall(r"^\| `(\w+)` \| [^|]* \| ([^|]+) \|", section, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]+) \|", section, re.MULTILINE)
     shown = {name: value.strip().strip("`") for name, value in rows}
     defaults = {name: str(value) for name, value in SpinConfig().to_dict().items()}
     assert shown.pop("top_k") == "the model's"
