@@ -41,6 +41,17 @@ class Generation:
 
 
 @torch.no_grad()
+def forward(model: torch.nn.Module, tokens: Tensor, cache: Any) -> Tensor:
+    """Run `[S, T]` tokens into a cache: logits `[S, vocabulary]` after the last of them."""
+    # Transformers 5.24 renamed the argument, and warns about the old name.
+    known = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in known else "past_key_values"
+    output = model(input_ids=tokens, use_cache=True, logits_to_keep=1, **{name: cache})
+    logits: Tensor = output.logits[:, -1]
+    return logits
+
+
+@torch.no_grad()
 def prefill(
     model: torch.nn.Module, ids: Sequence[int] | Tensor, *, chunk_tokens: int = 1024
 ) -> tuple[Any, Tensor]:
@@ -66,7 +77,7 @@ def prefill(
     check_length(model, tokens.shape[1])
     cache = DynamicCache(config=config_of(model))
     for chunk in split_prompt(tokens, chunk_tokens):
-        logits = _forward(model, chunk, cache)
+        logits = forward(model, chunk, cache)
     return cache, logits
 
 
@@ -113,7 +124,7 @@ def decode(
     while len(tokens) < max_new_tokens and tokens[-1] not in stops:
         fed = tokens[-1] if forced_tokens is None else forced_tokens[len(tokens) - 1]
         probed, started = _probe_seconds(session), time.perf_counter()
-        logits = _forward(model, torch.tensor([[fed]], device=logits.device), cache)
+        logits = forward(model, torch.tensor([[fed]], device=logits.device), cache)
         token = int(logits.argmax(-1))  # waits for the device
         probed = _probe_seconds(session) - probed
         seconds.append(time.perf_counter() - started - probed)
@@ -191,16 +202,6 @@ def split_prompt(tokens: Tensor, chunk_tokens: int) -> list[Tensor]:
     elif rest:
         sizes.append(rest)
     return list(tokens.split(sizes, dim=1))
-
-
-def _forward(model: torch.nn.Module, tokens: Tensor, cache: Any) -> Tensor:
-    """Logits `[S, vocabulary]` after the last of `[S, T]` tokens; the cache takes them all in."""
-    # Transformers 5.24 renamed the argument, and warns about the old name.
-    known = inspect.signature(model.forward).parameters
-    name = "cache" if "cache" in known else "past_key_values"
-    output = model(input_ids=tokens, use_cache=True, logits_to_keep=1, **{name: cache})
-    logits: Tensor = output.logits[:, -1]
-    return logits
 
 
 def _stop_tokens(model: torch.nn.Module) -> set[int]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import click
 from spin_trtllm import __version__
 from spin_trtllm.commands.common import spin_config, spin_options
 from spin_trtllm.errors import refuse
+from spin_trtllm.files import atomic_file
 from spin_trtllm.generate import generate, read_prompt
 from spin_trtllm.hosts.transformers import enable, encode_prompt, load_model
 
@@ -41,6 +43,7 @@ def command(
     config, _ = spin_config(options)
     if max_new_tokens < 1:
         refuse("--max-new-tokens", max_new_tokens, "an integer >= 1")
+    _check_targets(out, dump)
     text = read_prompt(prompt)
     model, tokenizer = load_model(checkpoint)
     ids = encode_prompt(tokenizer, text, model)
@@ -62,3 +65,17 @@ def command(
     )
     for reason, steps in stats.fallbacks.items():
         click.echo(f"{steps} steps ran dense: {reason}", err=True)
+
+
+def _check_targets(out: str, dump: str | None) -> None:
+    """Find out that a file cannot be written before the work is done, not after."""
+    if dump is not None and Path(dump).resolve() == Path(out).resolve():
+        refuse("--dump", dump, "another file than --out")
+    for option, target in (("--out", out), ("--dump", dump)):
+        if target is not None:
+            with suppress(_Unwritten), atomic_file(target, argument=option):
+                raise _Unwritten
+
+
+class _Unwritten(Exception):
+    """Leaves `atomic_file` without writing."""

@@ -229,8 +229,12 @@ class SpinDecoder:
             reason = type(error).__name__
             if reason not in self._logged:
                 self._logged.add(reason)
-                logger.warning("SPIN: layer %d runs dense from here on in this step", call.layer)
-                logger.warning("SPIN: the reason, logged once", exc_info=error)
+                logger.warning(
+                    "SPIN: a step runs dense from layer %d on; logged once for %s, always counted",
+                    call.layer,
+                    reason,
+                    exc_info=error,
+                )
             self._give_up(call, reason)
 
     def _give_up(self, call: Call, reason: str) -> None:

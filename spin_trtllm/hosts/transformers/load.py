@@ -58,12 +58,15 @@ def load_model(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         with _no_progress_bar():
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, local_files_only=True
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
             )
-        return model.to(device).eval(), tokenizer
-    except (OSError, RuntimeError, ValueError) as error:
+        model = model.to(device).eval()
+    except Exception as error:  # whatever the parsers of configuration and weights raise
         raise SpinError(f"checkpoint: cannot load {str(folder)!r}: {error}") from error
+    if report["missing_keys"]:  # the library would make them up
+        refuse("checkpoint: missing tensors", sorted(report["missing_keys"]), "none")
+    return model, tokenizer
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, model: torch.nn.Module) -> list[int]:

@@ -1,0 +1,654 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded host: off means off, what is skipped is really skipped, whose averages are whose."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from tiny_models import (
+    CSA_LAYERS,
+    MAX_TOKENS,
+    RATIO,
+    TOP_K,
+    random_ids,
+    save_checkpoint,
+    tiny_model,
+)
+from transformers import DynamicCache
+
+from spin_trtllm import SpinConfig, SpinError, SpinState, SpinStep
+from spin_trtllm.generate import forward, prefill
+from spin_trtllm.hosts.transformers import SpinSession, enable, load_model
+from spin_trtllm.replay.run import replay
+from spin_trtllm.replay.trace import Trace
+
+BLOCK = 8
+SPARSE = SpinConfig(block_size=BLOCK, target_sparsity=0.6, exploration=0.1)
+DENSE = SpinConfig(block_size=BLOCK, target_sparsity=0.0)
+PROMPT_TOKENS = 500
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return tiny_model()
+
+
+def feed(model: torch.nn.Module, cache: Any, tokens: Tensor) -> Tensor:
+    """Decode given tokens `[S, T]` one by one: logits `[S, T, vocabulary]`."""
+    return torch.stack([forward(model, token, cache) for token in tokens.split(1, 1)], 1)
+
+
+def run(model: torch.nn.Module, prompt: Tensor, tokens: Tensor) -> Tensor:
+    """Prefill and decode given tokens: all logits `[S, 1 + T, vocabulary]`."""
+    cache, first = prefill(model, prompt)
+    return torch.cat([first.unsqueeze(1), feed(model, cache, tokens)], 1)
+
+
+def record(model: torch.nn.Module, prompt: Tensor, tokens: Tensor, **options: Any) -> SpinSession:
+    """Prefill and decode given tokens with SPIN, recorded; the closed session."""
+    config = options.pop("config", SPARSE)
+    with enable(model, config, capture=True, strict=True, **options) as session:
+        run(model, prompt, tokens)
+    return session
+
+
+def dump_of(session: SpinSession, folder: Path, sequence: int = 0) -> dict[str, Tensor]:
+    """What a session did to one sequence, through its dump file."""
+    assert session.capture is not None
+    path = folder / f"dump-{id(session)}-{sequence}.safetensors"
+    session.capture.save_dump(path, sequence)
+    return load_file(path)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor], *names: str) -> bool:
+    """Bitwise equality of two dumps, of the named tensors or all."""
+    keys = names or tuple(one)
+    return set(one) == set(other) and all(torch.equal(one[name], other[name]) for name in keys)
+
+
+def indexers(model: torch.nn.Module) -> dict[int, Any]:
+    return {n: model.model.layers[n].self_attn.compressor.indexer for n in CSA_LAYERS}
+
+
+# ---------------------------------------------------------------- off means off
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparsity_zero_is_bit_identical(dtype: torch.dtype) -> None:
+    model = tiny_model().to(dtype)
+    prompt, tokens = random_ids(PROMPT_TOKENS, rows=2), random_ids(50, rows=2, seed=1)
+    untouched = run(model, prompt, tokens)
+    with enable(model, DENSE, strict=True) as session:
+        assert torch.equal(run(model, prompt, tokens), untouched)
+    assert session.stats.steps == 100
+    assert session.stats.realized_sparsity == 0
+    assert session.stats.spin_slots_scored == session.stats.dense_slots_scored > 0
+
+
+def test_sparsity_zero_is_bit_identical_inside_generate(model: torch.nn.Module) -> None:
+    def logits() -> Tensor:
+        output = model.generate(
+            random_ids(PROMPT_TOKENS),
+            max_new_tokens=51,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        return torch.stack(output.logits)
+
+    untouched = logits()
+    with enable(model, DENSE, strict=True) as session:
+        assert torch.equal(logits(), untouched)
+    assert session.stats.steps == 50
+
+
+def test_no_cache_and_prefill_run_dense(model: torch.nn.Module) -> None:
+    ids = random_ids(PROMPT_TOKENS)
+    with torch.no_grad():
+        untouched = model(ids, use_cache=False).logits
+        with enable(model, SPARSE, strict=True) as session:
+            assert torch.equal(model(ids, use_cache=False).logits, untouched)
+            model(ids[:, :1], use_cache=False)
+            prefill(model, ids)
+    assert session.stats.steps == 0
+
+
+def snapshot(model: torch.nn.Module) -> dict[str, Any]:
+    """All that a hook or patch could leave behind, by module."""
+    return {
+        name: {
+            key: dict(value) if isinstance(value, dict) else value
+            for key, value in vars(module).items()
+            if key not in ("_parameters", "_buffers")
+        }
+        for name, module in model.named_modules()
+    }
+
+
+def test_model_is_restored_after_close_and_after_an_exception(model: torch.nn.Module) -> None:
+    before, keys = snapshot(model), list(model.state_dict())
+    prompt, tokens = random_ids(200), random_ids(5, seed=1)
+    untouched = run(model, prompt, tokens)
+    session = enable(model, SPARSE)
+    assert list(model.state_dict()) == keys
+    run(model, prompt, tokens)
+    session.close()
+    session.close()
+    assert snapshot(model) == before
+    with contextlib.suppress(KeyError), enable(model, SPARSE):
+        run(model, prompt, tokens)
+        raise KeyError("mine")
+    assert snapshot(model) == before
+    assert torch.equal(run(model, prompt, tokens), untouched)
+
+
+def test_one_session_at_a_time(model: torch.nn.Module) -> None:
+    with enable(model, SPARSE):
+        for target in (model, model.model):
+            with pytest.raises(SpinError, match="one session at a time"):
+                enable(target, SPARSE)
+    enable(model, SPARSE).close()
+
+
+# ---------------------------------------------------------------- what is skipped is skipped
+
+
+def test_only_kept_keys_reach_the_scorer_and_score_as_before(model: torch.nn.Module) -> None:
+    """Scores of kept slots agree with dense scoring to 1e-6 of their size; fewer keys go in."""
+    seen: list[tuple[int, int, float]] = []
+
+    def compare(layer: int, scorer: Any, cache: Any) -> Callable[..., None]:
+        def hook(module: Any, args: tuple[Tensor, ...], scores: Tensor) -> None:
+            keys = cache.layers[layer].compressed_kv["indexer"]
+            dense = scorer.forward(args[0], keys, args[2])
+            kept = scores.isfinite()
+            error = ((scores - dense)[kept].abs().max() / dense.abs().max()).item()
+            seen.append((args[1].shape[1], keys.shape[1], error))
+
+        return hook
+
+    cache, _ = prefill(model, random_ids(PROMPT_TOKENS))
+    with enable(model, SPARSE, strict=True) as session:
+        hooks = [
+            indexer.scorer.register_forward_hook(compare(layer, indexer.scorer, cache))
+            for layer, indexer in indexers(model).items()
+        ]
+        feed(model, cache, random_ids(12, seed=1))
+    for hook in hooks:
+        hook.remove()
+    assert max(error for _, _, error in seen) <= 1e-6
+    cold, warm = seen[: len(CSA_LAYERS)], seen[len(CSA_LAYERS) :]
+    assert all(scored == keys for scored, keys, _ in cold)
+    assert all(scored < 0.5 * keys for scored, keys, _ in warm)
+    assert session.stats.spin_slots_scored == sum(scored for scored, _, _ in seen)
+    assert session.stats.dense_slots_scored == sum(keys for _, keys, _ in seen)
+
+
+@pytest.mark.parametrize("sparsity", [0.3, 0.9])
+def test_every_pick_lies_in_a_kept_block(
+    model: torch.nn.Module, sparsity: float, tmp_path: Path
+) -> None:
+    """Also where the kept blocks hold fewer slots than top-k wants."""
+    picks: dict[int, list[Tensor]] = {layer: [] for layer in CSA_LAYERS}
+    config = SpinConfig(block_size=BLOCK, target_sparsity=sparsity)
+    with enable(model, config, capture=True, strict=True) as session:
+        hooks = [
+            indexer.register_forward_hook(lambda m, a, out, n=n: picks[n].append(out[0, 0].clone()))
+            for n, indexer in indexers(model).items()
+        ]
+        cache, _ = prefill(model, random_ids(PROMPT_TOKENS))
+        for values in picks.values():
+            values.clear()
+        feed(model, cache, random_ids(30, seed=1))
+    for hook in hooks:
+        hook.remove()
+    dump = dump_of(session, tmp_path)
+    for index, layer in enumerate(CSA_LAYERS):
+        for step, chosen in enumerate(picks[layer]):
+            real = chosen[chosen >= 0]
+            assert dump["blocks"][step, index][real // BLOCK].all()
+            if step:  # the cold step leaves the host's own picks alone
+                assert torch.equal(chosen.int(), dump["topk"][step, index, 0])
+
+
+def test_generate_runs_sparse(model: torch.nn.Module) -> None:
+    with enable(model, SPARSE, strict=True) as session:
+        output = model.generate(random_ids(PROMPT_TOKENS), max_new_tokens=20, do_sample=False)
+    assert output.shape == (1, PROMPT_TOKENS + 20)
+    stats = session.stats
+    assert (stats.steps, stats.cold_steps, stats.sparse_steps) == (19, 1, 18)
+    assert stats.realized_sparsity == pytest.approx(0.55, abs=0.06)
+    assert not stats.fallbacks
+    assert stats.mean_miss is None
+
+
+def test_a_prompt_of_one_token_decodes_from_no_slot_at_all(model: torch.nn.Module) -> None:
+    prompt, tokens = random_ids(1), random_ids(30, seed=1)
+    untouched = run(model, prompt, tokens)
+    with enable(model, SPARSE, probe=True, strict=True) as session:
+        assert torch.equal(run(model, prompt, tokens)[:, :20], untouched[:, :20])
+    assert session.stats.steps == 31
+    assert session.stats.cold_steps == 1
+
+
+# ---------------------------------------------------------------- capture and replay
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+def test_replay_of_a_capture_repeats_the_host_bit_for_bit(
+    model: torch.nn.Module, state_dtype: str, tmp_path: Path
+) -> None:
+    config = SpinConfig(block_size=BLOCK, target_sparsity=0.6, seed=5, state_dtype=state_dtype)
+    with enable(model, config, capture=True, strict=True, sequence_ids=[77]) as session:
+        cache, _ = prefill(model, random_ids(PROMPT_TOKENS))
+        feed(model, cache, random_ids(30, seed=1))
+        forward(model, random_ids(9, seed=2), cache)  # a new turn: a gap in the positions
+        feed(model, cache, random_ids(12, seed=3))
+    assert session.capture is not None
+    session.capture.save_trace(tmp_path / "trace", 77, source="a test")
+    trace = Trace(tmp_path / "trace")
+    metrics = replay(trace, config, dump=tmp_path / "replayed")
+    assert same(load_file(tmp_path / "replayed"), dump_of(session, tmp_path, 77))
+    assert (trace.source, trace.sequence_id, trace.layers) == ("a test", 77, CSA_LAYERS)
+    for name, value in metrics.items():
+        assert getattr(session.stats, name) == pytest.approx(value, abs=1e-12), name
+    assert session.stats.cold_steps == 2
+    assert session.stats.mean_miss > 0
+
+
+def test_capture_decides_as_spin_step_does(model: torch.nn.Module, tmp_path: Path) -> None:
+    session = record(model, random_ids(PROMPT_TOKENS), random_ids(20, seed=1))
+    dump = dump_of(session, tmp_path)
+    session.capture.save_trace(tmp_path / "trace")
+    trace = Trace(tmp_path / "trace")
+    state = SpinState(CSA_LAYERS, sequences=1, slots=trace.slots)
+    step = SpinStep(session.config, state, ratio=RATIO)
+    for t, recorded in enumerate(trace):
+        for index, layer in enumerate(CSA_LAYERS):
+            plan = step.plan([layer], [0], recorded.positions_tokens.unsqueeze(0))
+            scores = recorded.scores[index].unsqueeze(0)
+            assert torch.equal(plan.selection.blocks[0], dump["blocks"][t, index])
+            assert torch.equal(step.top_k(plan, scores)[0], dump["topk"][t, index])
+            step.observe(plan, scores, torch.zeros(1, dtype=torch.int64))
+    assert torch.equal(state.v[:, 0], dump["v"])
+    assert torch.equal(state.d[:, 0], dump["d"])
+
+
+def test_capture_starts_over_where_positions_do_not_show_a_reset(
+    model: torch.nn.Module, tmp_path: Path
+) -> None:
+    with enable(model, SPARSE, capture=True, strict=True) as session:
+        cache, _ = prefill(model, random_ids(PROMPT_TOKENS))
+        feed(model, cache, random_ids(5, seed=1))
+        session.reset()
+        feed(model, cache, random_ids(4, seed=2))
+    session.capture.save_trace(tmp_path / "trace")
+    trace = Trace(tmp_path / "trace")
+    assert trace.positions_tokens[:, 0].tolist() == list(range(505, 509))
+    replay(trace, SPARSE, dump=tmp_path / "replayed")
+    assert same(load_file(tmp_path / "replayed"), dump_of(session, tmp_path))
+
+
+def test_nan_scores_are_never_selected_observed_or_written(
+    model: torch.nn.Module, tmp_path: Path
+) -> None:
+    def poison(module: Any, args: Any, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[..., 3] = float("nan")
+        return scores
+
+    hook = indexers(model)[1].scorer.register_forward_hook(poison)
+    session = record(model, random_ids(PROMPT_TOKENS), random_ids(10, seed=1))
+    hook.remove()
+    dump = dump_of(session, tmp_path)
+    assert dump["v"].isfinite().all()
+    assert dump["d"].isfinite().all()
+    session.capture.save_trace(tmp_path / "trace")
+    replay(Trace(tmp_path / "trace"), SPARSE, dump=tmp_path / "replayed")
+    assert same(load_file(tmp_path / "replayed"), dump)
+
+
+def test_saving_what_was_not_recorded_is_refused(model: torch.nn.Module, tmp_path: Path) -> None:
+    session = record(model, random_ids(50), random_ids(2, seed=1))
+    for save in (session.capture.save_trace, session.capture.save_dump):
+        with pytest.raises(SpinError, match="sequence: got 9"):
+            save(tmp_path / "file", 9)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------- whose averages are whose
+
+
+def test_a_batch_decides_as_its_sequences_do_alone(model: torch.nn.Module, tmp_path: Path) -> None:
+    prompt, tokens = random_ids(PROMPT_TOKENS, rows=3), random_ids(25, rows=3, seed=1)
+    batch = record(model, prompt, tokens)
+    for row in range(3):
+        alone = record(model, prompt[[row]], tokens[[row]], sequence_ids=[row])
+        together = dump_of(batch, tmp_path, row)
+        assert same(dump_of(alone, tmp_path, row), together, "blocks", "explored")
+        torch.testing.assert_close(dump_of(alone, tmp_path, row)["v"], together["v"])
+
+
+def test_two_interleaved_caches_do_not_mix(model: torch.nn.Module, tmp_path: Path) -> None:
+    prompts = [random_ids(300), random_ids(411, seed=5)]
+    tokens = [random_ids(15, seed=6), random_ids(15, seed=7)]
+    with enable(model, SPARSE, capture=True, strict=True) as session:
+        caches = [prefill(model, prompt)[0] for prompt in prompts]
+        for t in range(15):
+            for cache, fed in zip(caches, tokens, strict=True):
+                feed(model, cache, fed[:, t : t + 1])
+        assert [session.sequence_ids(cache) for cache in caches] == [(0,), (1,)]
+    for n in range(2):
+        alone = record(model, prompts[n], tokens[n], sequence_ids=[n])
+        assert same(dump_of(alone, tmp_path, n), dump_of(session, tmp_path, n))
+
+
+def test_a_dropped_cache_frees_its_lane(model: torch.nn.Module) -> None:
+    with enable(model, SPARSE, max_sequences=1, strict=True) as session:
+        for n in range(3):
+            cache, _ = prefill(model, random_ids(200, seed=n))
+            feed(model, cache, random_ids(3, seed=n))
+            assert session.live_sequences == [n]
+            del cache
+            gc.collect()
+            assert session.live_sequences == []
+    assert session.stats.cold_steps == 3
+    assert not session.stats.fallbacks
+
+
+def test_sequences_without_a_lane_run_dense_and_are_counted(model: torch.nn.Module) -> None:
+    prompt, tokens = random_ids(PROMPT_TOKENS, rows=3), random_ids(6, rows=3, seed=1)
+    untouched = run(model, prompt, tokens)
+    with enable(model, SPARSE, max_sequences=2, strict=True, capture=True) as session:
+        logits = run(model, prompt, tokens)
+    assert session.stats.fallbacks == {"no_free_lane": 6}
+    torch.testing.assert_close(logits[2], untouched[2], atol=1e-5, rtol=0)
+    assert not torch.allclose(logits[1], untouched[1], atol=1e-3, rtol=0)
+    assert session.capture.sequence_ids == [0, 1]
+
+
+def test_prefill_in_the_middle_makes_cold(model: torch.nn.Module) -> None:
+    with enable(model, SPARSE, strict=True) as session:
+        cache, _ = prefill(model, random_ids(300))
+        feed(model, cache, random_ids(4, seed=1))
+        assert session.stats.cold_steps == 1
+        forward(model, random_ids(2, seed=2), cache)
+        feed(model, cache, random_ids(4, seed=3))
+        assert session.stats.cold_steps == 2
+        session.reset()
+        feed(model, cache, random_ids(2, seed=4))
+        assert session.stats.cold_steps == 3
+        cache.reset()
+        forward(model, random_ids(300), cache)
+        feed(model, cache, random_ids(2, seed=5))
+        assert session.stats.cold_steps == 4
+
+
+def test_moved_beams_are_cold_and_the_others_stay_warm(model: torch.nn.Module) -> None:
+    prompt, tokens = random_ids(300), random_ids(4, rows=3, seed=1)
+    with enable(model, SPARSE, strict=True) as session:
+        cache, _ = prefill(model, prompt.expand(3, -1))
+        feed(model, cache, tokens)
+        cache.reorder_cache(torch.tensor([0, 1, 2]))
+        feed(model, cache, tokens)
+        assert session.stats.cold_steps == 3
+        cache.reorder_cache(torch.tensor([0, 0, 2]))
+        feed(model, cache, tokens)
+        assert session.stats.cold_steps == 4
+        assert session.sequence_ids(cache) == (0, 1, 2)
+
+
+def test_beam_search_runs(model: torch.nn.Module) -> None:
+    beams = {"num_beams": 3, "max_new_tokens": 12, "do_sample": False}
+    prompt = random_ids(100)
+    untouched = model.generate(prompt, **beams)
+    with enable(model, DENSE, strict=True) as session:
+        assert torch.equal(model.generate(prompt, **beams), untouched)
+    assert session.stats.steps == 3 * 11
+
+
+def test_another_number_of_rows_is_another_batch(model: torch.nn.Module) -> None:
+    with enable(model, SPARSE, strict=True) as session:
+        cache, _ = prefill(model, random_ids(300, rows=2))
+        feed(model, cache, random_ids(3, rows=2, seed=1))
+        cache.reorder_cache(torch.tensor([1]))
+        feed(model, cache, random_ids(3, seed=1))
+        assert session.sequence_ids(cache) == (2,)
+        assert session.live_sequences == [2]
+    assert session.stats.cold_steps == 3
+
+
+def test_names_are_given_to_the_next_new_cache(model: torch.nn.Module) -> None:
+    with enable(model, SPARSE, strict=True, sequence_ids=[1, 2**64 - 1]) as session:
+        first, _ = prefill(model, random_ids(20, rows=2))
+        second, _ = prefill(model, random_ids(20, rows=2))
+        assert session.sequence_ids(first) == (1, 2**64 - 1)
+        assert session.sequence_ids(second) == (0, 2)  # counting skips ids in use
+        session.name_sequences([1])
+        with pytest.raises(SpinError, match="in use"):
+            prefill(model, random_ids(20))
+        session.name_sequences([8, 9])
+        with pytest.raises(SpinError, match="1 ids, one a row"):
+            prefill(model, random_ids(20))
+        del first
+        gc.collect()
+        session.name_sequences([1])
+        third, _ = prefill(model, random_ids(20))
+        assert session.sequence_ids(third) == (1,)
+        assert session.sequence_ids(DynamicCache(config=model.config)) == ()
+
+
+# ---------------------------------------------------------------- the serving rule
+
+
+def broken(*_: Any, **__: Any) -> None:
+    raise ZeroDivisionError("made up")
+
+
+@pytest.mark.parametrize("part", ["plan", "top_k", "observe"])
+def test_an_unexpected_exception_falls_back_to_dense(
+    model: torch.nn.Module,
+    part: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prompt, tokens = random_ids(PROMPT_TOKENS, rows=2), random_ids(6, rows=2, seed=1)
+    untouched = run(model, prompt, tokens)
+    monkeypatch.setattr(SpinStep, part, broken)
+    with enable(model, SPARSE) as session, caplog.at_level(logging.WARNING):
+        assert torch.equal(run(model, prompt, tokens), untouched)
+    failures = session.stats.fallbacks["ZeroDivisionError"]
+    assert failures == (2 * 3 if part == "top_k" else 2 * 6)  # top_k: every other step is cold
+    assert len(caplog.records) == 1
+    assert caplog.records[0].exc_info is not None
+    with pytest.raises(ZeroDivisionError), enable(model, SPARSE, strict=True):
+        run(model, prompt, tokens)
+
+
+def test_spin_comes_back_after_a_fallback(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A failure in the last layer: all layers are cold, and the capture starts over with them."""
+    observe = SpinStep.observe
+
+    def fail_once(step: SpinStep, plan: Any, *rest: Any) -> None:
+        if plan.layers == CSA_LAYERS[-1:] and int(plan.positions_tokens[0, 0]) == 505:
+            broken()
+        observe(step, plan, *rest)
+
+    monkeypatch.setattr(SpinStep, "observe", fail_once)
+    with enable(model, SPARSE, capture=True) as session:
+        run(model, random_ids(PROMPT_TOKENS), random_ids(12, seed=1))
+    assert session.stats.fallbacks == {"ZeroDivisionError": 1}
+    assert session.stats.cold_steps == 2
+    session.capture.save_trace(tmp_path / "trace")
+    trace = Trace(tmp_path / "trace")
+    assert trace.positions_tokens[0, 0] == 506
+    replay(trace, SPARSE, dump=tmp_path / "replayed")
+    assert same(load_file(tmp_path / "replayed"), dump_of(session, tmp_path))
+
+
+def test_left_padded_rows_run_dense(model: torch.nn.Module) -> None:
+    ids = random_ids(100, rows=2)
+    mask = torch.ones_like(ids)
+    mask[1, :50] = 0
+    arguments = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    untouched = model.generate(ids, **arguments)
+    with enable(model, SPARSE, strict=True) as session:
+        assert torch.equal(model.generate(ids, **arguments), untouched)
+    assert session.stats.fallbacks["padded"] == session.stats.steps == 14
+
+
+def test_sequences_beyond_the_capacity_run_dense(model: torch.nn.Module) -> None:
+    prompt, tokens = random_ids(300), random_ids(6, seed=1)
+    untouched = run(model, prompt, tokens)
+    with enable(model, SPARSE, max_tokens=200, strict=True) as session:
+        assert torch.equal(run(model, prompt, tokens), untouched)
+        assert session.state_bytes < 2 * 17 * (2 * 50 + 1) * 4 + 1000
+    assert session.stats.fallbacks == {"too_long": 6}
+
+
+def test_stats_are_plain_values(model: torch.nn.Module) -> None:
+    with enable(model, SPARSE, probe=True, strict=True) as session:
+        run(model, random_ids(PROMPT_TOKENS), random_ids(10, seed=1))
+    values = session.stats.to_dict()
+    assert values["steps"] == 10
+    assert 0 < values["mean_miss"] <= values["p99_miss"] <= 1
+    assert values["probe_seconds"] > 0
+    assert session.stats.misses.keys() == set(CSA_LAYERS)
+    assert all(len(misses) == 9 for misses in session.stats.misses.values())
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"config": SpinConfig(top_k=7)}, f"top_k: got 7, allowed: {TOP_K}"),
+        ({"config": SpinConfig(reduction="A2")}, "reduction"),
+        ({"config": SpinConfig(exploration_policy="age")}, "exploration_policy"),
+        ({"max_sequences": 0}, "sequences"),
+        ({"max_tokens": 3}, "slots"),
+        ({"sequence_ids": [1, 1]}, "each id once"),
+        ({"sequence_ids": [-1]}, "sequence_ids: got -1"),
+        ({"sequence_ids": ["a"]}, "sequence_ids: got 'a'"),
+    ],
+)
+def test_enable_refuses_and_leaves_no_trace(
+    model: torch.nn.Module, options: dict[str, Any], message: str
+) -> None:
+    before = snapshot(model)
+    with pytest.raises(SpinError, match=message):
+        enable(model, options.pop("config", SPARSE), **options)
+    assert snapshot(model) == before
+    enable(model, SPARSE).close()
+
+
+def test_a_model_without_indexer_is_refused() -> None:
+    plain = tiny_model(layer_types=["sliding_attention"] * 4)
+    for other in (plain, torch.nn.Linear(2, 2)):
+        with pytest.raises(SpinError, match="compressed sparse attention"):
+            enable(other, SPARSE)
+
+
+def test_load_model(model: torch.nn.Module, tmp_path: Path) -> None:
+    half = tiny_model().to(torch.bfloat16)
+    loaded, tokenizer = load_model(save_checkpoint(tmp_path, half), device="cpu")
+    assert not loaded.training
+    assert loaded.dtype == torch.float32
+    assert tokenizer.decode(tokenizer.encode("Hello, you").ids) == "Hello, you"
+    for name, weight in loaded.state_dict().items():
+        assert torch.equal(weight, half.state_dict()[name].float())
+
+
+def _write(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "a directory with a config.json"),
+        ({"config.json": "{"}, "cannot read"),
+        ({"config.json": "[]"}, "a JSON object"),
+        ({"config.json": '{"model_type": "llama"}'}, "model_type: got 'llama'"),
+        (
+            {"config.json": '{"model_type": "deepseek_v4", "layer_types": ["sliding_attention"]}'},
+            "at least one compressed_sparse_attention",
+        ),
+        ({"config.json": '{"model_type": "deepseek_v4"}'}, "a directory with a tokenizer.json"),
+        (
+            {"config.json": '{"model_type": "deepseek_v4"}', "tokenizer.json": "{}"},
+            "cannot read .*tokenizer.json",
+        ),
+    ],
+)
+def test_load_model_refuses(files: dict[str, str], message: str, tmp_path: Path) -> None:
+    for name, text in files.items():
+        _write(tmp_path, name, text)
+    with pytest.raises(SpinError, match=message):
+        load_model(tmp_path)
+
+
+def test_load_model_refuses_what_is_no_directory_or_has_no_weights(
+    model: torch.nn.Module, tmp_path: Path
+) -> None:
+    with pytest.raises(SpinError, match="a directory"):
+        load_model(tmp_path / "missing")
+    save_checkpoint(tmp_path, model)
+    (tmp_path / WEIGHTS).write_bytes(b"damaged")
+    with pytest.raises(SpinError, match="cannot load"):
+        load_model(tmp_path)
+    weights = model.state_dict()
+    del weights["model.norm.weight"]
+    save_file({name: weight.clone() for name, weight in weights.items()}, tmp_path / WEIGHTS)
+    with pytest.raises(SpinError, match=r"missing tensors: got \['model.norm.weight'\]"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("version", ["5.11.3", "4.57.1", None])
+def test_load_model_needs_a_recent_transformers(
+    version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from importlib import metadata
+
+    def installed(name: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    save_checkpoint(tmp_path, tiny_model())
+    monkeypatch.setattr(metadata, "version", installed)
+    with pytest.raises(SpinError, match=r"transformers: got .*, allowed: >=5\.12"):
+        load_model(tmp_path)
+
+
+def test_sizes_follow_the_model(model: torch.nn.Module) -> None:
+    slots = MAX_TOKENS // RATIO
+    with enable(model, SPARSE, max_sequences=3) as session:
+        assert session.layers == CSA_LAYERS
+        assert session.config.top_k == TOP_K
+        wanted = SpinState.estimate_bytes(len(CSA_LAYERS), 3, slots, torch.float32)
+        assert session.state_bytes == wanted
+
+
+def test_ids_repeat_from_session_to_session(model: torch.nn.Module, tmp_path: Path) -> None:
+    def dumps() -> Sequence[dict[str, Tensor]]:
+        session = record(model, random_ids(300, rows=2), random_ids(10, rows=2, seed=1))
+        return [dump_of(session, tmp_path, n) for n in (0, 1)]
+
+    assert all(same(a, b) for a, b in zip(dumps(), dumps(), strict=True))
