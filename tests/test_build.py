@@ -40,7 +40,8 @@ def as_process(
 ) -> subprocess.CompletedProcess[bytes]:
     """Run a program of this package in a process of its own."""
     command = [sys.executable, *program, *map(os.fspath, arguments)]
-    return subprocess.run(command, capture_output=True, cwd=REPOSITORY)
+    strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}  # as in a UTF-8 locale
+    return subprocess.run(command, capture_output=True, cwd=REPOSITORY, env=strict)
 
 
 @pytest.fixture

@@ -121,6 +121,7 @@ def test_the_fingerprint_tells_models_apart(tmp_path: Path, change: Any) -> None
         ({"compress_ratios": [4, 8] * 30}, "compress_ratios[1]: got 8, allowed: 0, 4, 128"),
         ({"compress_ratios": [0, 128] * 30}, "allowed: a model with an indexer in at least one"),
         ({"compress_rates": {TYPES[4]: 8}}, "compress_rates[compressed_sparse_attention]: got 8"),
+        ({"compress_rate_csa": 8}, "compress_rate_csa: got 8, allowed: 4"),
         ({"compress_rates": []}, "compress_rates: got [], allowed: a JSON object"),
         ({"layer_types": ["full_attention"] * 43}, "layer_types[0]: got 'full_attention'"),
         ({"layer_types": [TYPES[4]] * 43}, "compress_ratios[0]: got 0, allowed: 4"),

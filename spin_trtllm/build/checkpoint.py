@@ -29,7 +29,8 @@ _MODEL_TYPES = {DEEPSEEK_V4: "deepseek_v4", DEEPSEEK_V32: "deepseek_v32"}
 
 # DeepSeek-V4: tokens per compressed key of each layer type; 0 is a sliding window without keys.
 _INDEXED = "compressed_sparse_attention"
-_RATIO_OF_TYPE = {"sliding_attention": 0, _INDEXED: 4, "heavily_compressed_attention": 128}
+_HEAVY = "heavily_compressed_attention"
+_RATIO_OF_TYPE = {"sliding_attention": 0, _INDEXED: 4, _HEAVY: 128}
 INDEXER_RATIO = _RATIO_OF_TYPE[_INDEXED]
 
 # Fields that name the file's origin and its writer, not the model.
@@ -100,8 +101,8 @@ def read_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
             range, or no layer with an indexer.
     """
     path = Path(directory)
-    if not os.path.isdir(path):  # Path.is_dir raises on a name that is too long
-        refuse("checkpoint_dir", str(path), "a directory with a config.json")
+    if not os.path.isdir(directory):  # Path.is_dir raises on a name that is too long
+        refuse("checkpoint_dir", str(directory), "a directory with a config.json")
     config = read_json_object(path / CONFIG_FILE, "checkpoint_dir")
     architecture = _architecture(config)
     num_layers = integer(config, "num_hidden_layers", 1, 1024, default=_layers_of(architecture))
@@ -161,17 +162,21 @@ def _geometry(
     config: Mapping[str, Any], ratios: tuple[int, ...], num_layers: int
 ) -> IndexerGeometry:
     is_v4 = bool(ratios)
-    indexed = [i for i, r in enumerate(ratios) if r == INDEXER_RATIO] if is_v4 else None
-    if indexed == []:
-        types = f"{num_layers} layers, none of them {_INDEXED}"
-        refuse("checkpoint_dir", types, "a model with an indexer in at least one layer")
     return IndexerGeometry(
-        layers=tuple(range(num_layers) if indexed is None else indexed),
+        layers=_indexed_layers(ratios) if is_v4 else tuple(range(num_layers)),
         ratio=INDEXER_RATIO if is_v4 else 1,
         index_heads=integer(config, "index_n_heads", 1, 1024, default=64),
         index_head_dim=integer(config, "index_head_dim", 1, 1024, default=128),
         top_k=integer(config, "index_topk", 1, 65536, default=512 if is_v4 else 2048),
     )
+
+
+def _indexed_layers(ratios: tuple[int, ...]) -> tuple[int, ...]:
+    layers = tuple(layer for layer, ratio in enumerate(ratios) if ratio == INDEXER_RATIO)
+    if not layers:
+        none = f"{len(ratios)} layers, none of them {_INDEXED}"
+        refuse("checkpoint_dir", none, "a model with an indexer in at least one layer")
+    return layers
 
 
 def _compress_ratios(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -195,9 +200,8 @@ def _from_compress_ratios(config: Mapping[str, Any], num_layers: int) -> tuple[i
         return ()
     ratios = _layer_entries(config, "compress_ratios", num_layers)
     for layer, ratio in enumerate(ratios):
-        integer({f"compress_ratios[{layer}]": ratio}, f"compress_ratios[{layer}]", 0, 128)
         # 1 is how TensorRT-LLM writes 0: every token has its own key, none is compressed
-        if ratio not in (1, *_RATIO_OF_TYPE.values()):
+        if type(ratio) is not int or ratio not in (1, *_RATIO_OF_TYPE.values()):
             refuse(f"compress_ratios[{layer}]", ratio, "0, 4, 128")
     return tuple(0 if ratio == 1 else ratio for ratio in ratios)
 
@@ -216,15 +220,22 @@ def _from_layer_types(config: Mapping[str, Any], num_layers: int) -> tuple[int, 
 def _check_compress_rates(config: Mapping[str, Any]) -> None:
     """Refuse rates that no host implements: TensorRT-LLM has an indexer at 4 only."""
     rates = {} if config.get("compress_rates") is None else section(config, "compress_rates")
-    for name in (_INDEXED, "heavily_compressed_attention"):
-        rate = rates.get(name, _RATIO_OF_TYPE[name])
-        if type(rate) is not int or rate != _RATIO_OF_TYPE[name]:
-            refuse(f"compress_rates[{name}]", rate, str(_RATIO_OF_TYPE[name]))
+    checks = (
+        (f"compress_rates[{_INDEXED}]", rates.get(_INDEXED), _INDEXED),
+        (f"compress_rates[{_HEAVY}]", rates.get(_HEAVY), _HEAVY),
+        ("compress_rate_csa", config.get("compress_rate_csa"), _INDEXED),  # an early spelling
+        ("compress_rate_hca", config.get("compress_rate_hca"), _HEAVY),
+    )
+    for field, rate, name in checks:
+        ratio = _RATIO_OF_TYPE[name]
+        if rate is not None and (type(rate) is not int or rate != ratio):
+            refuse(field, rate, str(ratio))
 
 
 def _default_ratios(num_layers: int) -> tuple[int, ...]:
     """Transformers' schedule: two heavily compressed layers, then heavily and sparse by turns."""
-    return tuple(INDEXER_RATIO if i >= 2 and i % 2 else 128 for i in range(num_layers))
+    names = [_INDEXED if i >= 2 and i % 2 else _HEAVY for i in range(num_layers)]
+    return tuple(_RATIO_OF_TYPE[name] for name in names)
 
 
 def _layer_entries(config: Mapping[str, Any], name: str, num_layers: int) -> list[Any]:

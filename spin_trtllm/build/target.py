@@ -16,7 +16,8 @@ DEFAULT_SM = 90
 
 _SPELLING = re.compile(r"(?:sm_?)?(\d+)[af]?", re.IGNORECASE)
 _FP4_SMS = (100, 103)  # Datacenter Blackwell: DeepGEMM has its fp4 scoring kernels there
-_PACKED_MAIN_CACHE_SMS = (90, 120)  # sparse attention reads its keys as `fp8_ds_mla` there
+_PACKED_CACHE_SMS_V4 = (90, 120)  # sparse attention reads the main keys as `fp8_ds_mla` there
+_PACKED_CACHE_SMS_V32 = (120,)
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,8 @@ def indexer_key_dtype(sm: int, architecture: str, index_head_dim: int) -> str:
 
 def main_cache_dtype(sm: int, architecture: str) -> str:
     """`kv_cache_config.dtype` that the sparse attention needs; `auto` where the host may choose."""
-    needs_packed = sm in _PACKED_MAIN_CACHE_SMS
-    if architecture != DEEPSEEK_V4:
-        needs_packed = sm == 120
-    return "fp8_ds_mla" if needs_packed else "auto"
+    packed = _PACKED_CACHE_SMS_V4 if architecture == DEEPSEEK_V4 else _PACKED_CACHE_SMS_V32
+    return "fp8_ds_mla" if sm in packed else "auto"
 
 
 def indexer_key_bytes(index_head_dim: int, dtype: str) -> int:
