@@ -8,7 +8,9 @@ tiny model's training data, so a dense model answers nearly all questions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -91,10 +93,43 @@ class Question:
 
 @dataclass(frozen=True)
 class RecallDocument:
-    """`context` of facts in filler text, then `questions` in the order they are asked."""
+    """`context` of facts in filler text, then `questions` in the order they are asked.
+
+    Tokens below are those of a byte-level model: the byte's value.
+    """
 
     context: bytes
     questions: tuple[Question, ...]
+
+    @cached_property
+    def asked(self) -> bytes:
+        """All questions with their true answers: what follows the context."""
+        return b"".join(question.text for question in self.questions)
+
+    @cached_property
+    def answer_places(self) -> tuple[slice, ...]:
+        """Where in `asked` the answer of each question stands."""
+        places: list[slice] = []
+        end = 0
+        for question in self.questions:
+            start = end + len(question.prompt)
+            places.append(slice(start, start + len(question.answer)))
+            end += len(question.text)
+        return tuple(places)
+
+    def is_right(self, number: int, tokens: Sequence[int]) -> bool:
+        """Whether question `number` is answered exactly.
+
+        Args:
+            tokens: what was picked for each byte of `asked`, at least up to that answer.
+        """
+        place = self.answer_places[number]
+        return list(tokens[place]) == list(self.asked[place])
+
+    def share_right(self, tokens: Sequence[int]) -> float:
+        """Share of the questions that are answered exactly, in [0, 1]."""
+        right = [self.is_right(number, tokens) for number in range(len(self.questions))]
+        return sum(right) / len(right)
 
 
 def recall_document(

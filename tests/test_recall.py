@@ -25,7 +25,7 @@ PATTERNS = [
 
 
 def whole_text(document: RecallDocument) -> bytes:
-    return document.context + b"".join(q.text for q in document.questions)
+    return document.context + document.asked
 
 
 @given(
@@ -47,18 +47,29 @@ def test_each_question_asks_for_one_fact_at_its_distance(seed, queries, spare_by
     assert len(document.questions) == queries
 
     text, place, asked = whole_text(document), context_bytes, set()
-    for question in document.questions:
+    for question, answer in zip(document.questions, document.answer_places, strict=True):
         key = re.search(question_pattern, question.prompt).group(1)
         asked.add(key)
         assert question.answer == values[key]
         assert len(question.answer) == ANSWER_BYTES
         place += len(question.prompt)
+        assert answer == slice(place - context_bytes, place - context_bytes + ANSWER_BYTES)
         start = place - question.distance_bytes
         assert text[start : start + ANSWER_BYTES] == question.answer
         assert start < context_bytes
         place += len(question.answer + question.end)
     assert len(asked) == queries
     assert place == len(text)
+
+
+def test_an_answer_is_right_only_when_all_its_bytes_are():
+    document = recall_document(0, context_bytes=600, queries=4, filler=FILLER)
+    tokens = list(document.asked)
+    assert document.share_right(tokens) == 1
+    tokens[0] = 256  # outside every answer
+    tokens[document.answer_places[1].stop - 1] = 256
+    assert [document.is_right(number, tokens) for number in range(4)] == [True, False, True, True]
+    assert document.share_right(tokens) == 0.75
 
 
 def test_filler_is_read_in_order_and_over_again():
