@@ -162,14 +162,18 @@ def _devices() -> tuple[Device, ...]:
 
 
 def _kernel_library() -> KernelLibrary:
-    """The library as `spin_trtllm.native.library_path()` finds it."""
+    """The library that `spin_trtllm.native` finds, and whether it loads."""
     if importlib.util.find_spec("spin_trtllm.native") is None:
         return KernelLibrary(False, REFERENCE_RUNS)
     try:
-        path = importlib.import_module("spin_trtllm.native").library_path()
+        native = importlib.import_module("spin_trtllm.native")
+        path = native.library_path()
+        if path is None:
+            return KernelLibrary(False, REFERENCE_RUNS)
+        native.load()
     except Exception as error:
-        return KernelLibrary(False, f"cannot be loaded: {error}; the reference runs")
-    return KernelLibrary(path is not None, REFERENCE_RUNS if path is None else str(path))
+        return KernelLibrary(False, f"{error}; the reference runs")
+    return KernelLibrary(True, str(path))
 
 
 def _transformers() -> Host:

@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spin_trtllm.build.target import TARGET_SMS
-from spin_trtllm.probe import REFERENCE_RUNS, Report
+from spin_trtllm.probe import Report
 
 _GPU = "run on a Hopper or Blackwell GPU"
-_KERNELS = "install nvcc and reinstall spin-trtllm from source"
+_MINIMUM_SM = 90  # the kernels use clusters
+_KERNELS = "make kernels in a clone, or reinstall spin-trtllm from source; both need nvcc"
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,11 @@ def _kernels(report: Report) -> Verdict:
     use = "CUDA kernels"
     if not report.devices:
         return Verdict(use, False, "no CUDA device; the reference runs on the CPU", _GPU)
-    sms = sorted({device.sm for device in report.devices})
+    sms = sorted({device.sm for device in report.devices if device.sm >= _MINIMUM_SM})
+    if not sms:
+        return Verdict(use, False, f"no GPU of sm_{_MINIMUM_SM} or later", _GPU)
     if not report.kernel_library.found:
-        return Verdict(use, False, REFERENCE_RUNS, _KERNELS)
+        return Verdict(use, False, report.kernel_library.note, _KERNELS)
     return Verdict(use, True, f"on {', '.join(f'sm_{sm}' for sm in sms)}")
 
 

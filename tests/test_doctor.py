@@ -17,6 +17,7 @@ import torch
 
 from spin_trtllm import probe as probing
 from spin_trtllm.commands.doctor import command
+from spin_trtllm.errors import SpinError
 from spin_trtllm.probe import Device, Host, KernelLibrary, probe
 from spin_trtllm.verdicts import Verdict, verdicts
 
@@ -253,7 +254,8 @@ A100 = (Device(0, "NVIDIA A100", 80, 2**36),)
 
 
 @pytest.mark.parametrize(
-    ("devices", "library", "runs"), [((), True, False), (H200, False, False), (H200, True, True)]
+    ("devices", "library", "runs"),
+    [((), True, False), (A100, True, False), (H200, False, False), (H200, True, True)],
 )
 def test_kernels_need_a_device_and_the_library(
     devices: tuple[Device, ...], library: bool, runs: bool
@@ -272,9 +274,15 @@ def test_the_kernel_library_is_asked_where_it_is(monkeypatch: pytest.MonkeyPatch
     native: Any = ModuleType("spin_trtllm.native")
     native.__spec__ = importlib.util.spec_from_loader("spin_trtllm.native", None)
     monkeypatch.setitem(sys.modules, "spin_trtllm.native", native)
-    native.library_path = lambda: Path("/lib/libspin.so")
-    assert probe().kernel_library == KernelLibrary(True, "/lib/libspin.so")
     native.library_path = lambda: None
     assert probe().kernel_library == KernelLibrary(False, "not built: the reference runs")
-    del native.library_path
-    assert "cannot be loaded: " in probe().kernel_library.note
+    native.library_path = lambda: Path("/lib/libspin.so")
+    native.load = lambda: None
+    assert probe().kernel_library == KernelLibrary(True, "/lib/libspin.so")
+
+    def refuse_version() -> None:
+        raise SpinError("/lib/libspin.so: got 'version 99'")
+
+    native.load = refuse_version
+    note = "/lib/libspin.so: got 'version 99'; the reference runs"
+    assert probe().kernel_library == KernelLibrary(False, note)
