@@ -40,6 +40,20 @@ _LABELS = {
 }
 
 
+# what only --compare-dense measures
+NOT_COMPARED: dict[str, Any] = dict.fromkeys(
+    (
+        "mean_miss",
+        "p99_miss",
+        "p99_miss_layer_mean",
+        "token_agreement",
+        "first_divergence",
+        "seconds_per_token_dense",
+        "text_dense",
+    )
+)
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A prefilled prompt that can be decoded many times."""
@@ -123,7 +137,8 @@ def command(
         allowed = f"{engine.max_seq_len} tokens, the engine's max_seq_len"
         refuse("prompt", f"{len(ids)} tokens with {max_new_tokens} to come", allowed)
 
-    prompt = Prompt(model, *prefill(model, ids), max_new_tokens)
+    with Console(stderr=True).status(f"prefill of {len(ids)} tokens"):  # on a terminal only
+        prompt = Prompt(model, *prefill(model, ids), max_new_tokens)
     generation, stats = prompt.spin(engine, on_token=None if as_json else _streamer(tokenizer))
     report = {
         "layers": list(engine.geometry.layers),
@@ -138,19 +153,6 @@ def command(
     else:
         click.echo()
         _print_table(report)
-
-
-NOT_COMPARED: dict[str, Any] = dict.fromkeys(
-    (
-        "mean_miss",
-        "p99_miss",
-        "p99_miss_layer_mean",
-        "token_agreement",
-        "first_divergence",
-        "seconds_per_token_dense",
-        "text_dense",
-    )
-)
 
 
 def compare(

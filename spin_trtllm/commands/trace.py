@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 from spin_trtllm import __version__
 from spin_trtllm.commands.common import spin_config, spin_options
@@ -47,7 +48,8 @@ def command(
     text = read_prompt(prompt)
     model, tokenizer = load_model(checkpoint)
     ids = encode_prompt(tokenizer, text, model)
-    with enable(model, config, max_sequences=1, capture=True) as session:
+    status = Console(stderr=True).status(f"{max_new_tokens} steps after {len(ids)} tokens")
+    with status, enable(model, config, max_sequences=1, capture=True) as session:
         # The first token comes from the prefill, without a decode step.
         generation = generate(model, ids, max_new_tokens + 1)
     assert session.capture is not None

@@ -188,7 +188,8 @@ class SpinDecoder:
 
     def _score_all(self, call: Call) -> Tensor:
         """Scores of all visible slots by the host's scorer, past the hooks: fp32 `[S, 1, T]`."""
-        scores: Tensor = self._scorers[call.layer].forward(*call.inputs or ())
+        assert call.inputs is not None
+        scores: Tensor = self._scorers[call.layer].forward(*call.inputs)
         return scores
 
     # ---- counting and measuring ----

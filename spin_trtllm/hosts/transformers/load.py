@@ -58,10 +58,11 @@ def load_model(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         with _no_progress_bar():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
             )
-        model = model.to(device).eval()
+        model, report = loaded
+        model.to(device).eval()
     except Exception as error:  # whatever the parsers of configuration and weights raise
         raise SpinError(f"checkpoint: cannot load {str(folder)!r}: {error}") from error
     if report["missing_keys"]:  # the library would make them up

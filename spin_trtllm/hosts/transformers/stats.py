@@ -28,8 +28,9 @@ class SpinStats:
         spin_slots_scored: slots that were scored; probing is not counted.
         fallbacks: decode steps that ran dense, by reason.
         probe_seconds: time spent on probing and capturing, to be taken off any timing.
-        sparsities: `1 - |U| / B` of every warm entry.
-        misses: per decoder layer, the miss rate of every warm entry; filled while probing.
+        warm_entries: entries that chose their blocks by prediction.
+        misses: per decoder layer, the miss rate of every warm entry; filled while probing, so
+            only then does this object grow.
     """
 
     steps: int = 0
@@ -39,13 +40,14 @@ class SpinStats:
     spin_slots_scored: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     probe_seconds: float = 0.0
-    sparsities: list[float] = field(default_factory=list)
+    warm_entries: int = 0
     misses: dict[int, list[float]] = field(default_factory=dict)
+    _sparsity_sum: float = 0.0
 
     @property
     def realized_sparsity(self) -> float | None:
         """Mean over the warm entries of the share of blocks that were not scored."""
-        return _mean(self.sparsities)
+        return self._sparsity_sum / self.warm_entries if self.warm_entries else None
 
     @property
     def mean_miss(self) -> float | None:
@@ -94,7 +96,8 @@ class SpinStats:
             warm: bool `[S]`; kept_blocks: int64 `[S]`, `|U|`; blocks: `B`, equal for the batch.
         """
         if blocks:
-            self.sparsities += (1 - kept_blocks[warm].double() / blocks).tolist()
+            self.warm_entries += int(warm.sum())
+            self._sparsity_sum += float((1 - kept_blocks[warm].double() / blocks).sum())
 
     def add_misses(self, layer: int, misses: Tensor) -> None:
         """Add miss rates `[S]` of warm entries in a layer."""
