@@ -66,15 +66,26 @@ def atomic_directory(
         yield temporary
         os.chmod(temporary, 0o777 & ~_umask())
         if target.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-            os.replace(target, old / target.name)
-            os.replace(temporary, target)
-            shutil.rmtree(old)
+            _exchange(temporary, target)
         else:
             os.replace(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _exchange(new: Path, target: Path) -> None:
+    """Put `new` where the directory `target` stands; on failure the old one stands again."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    old = aside / target.name
+    os.replace(target, old)
+    try:
+        os.replace(new, target)
+    except BaseException:
+        os.replace(old, target)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _umask() -> int:
