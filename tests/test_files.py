@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files and folders appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spin_trtllm.errors import SpinError
+from spin_trtllm.files import atomic_directory, atomic_file
+
+
+@pytest.fixture(params=[0o022, 0o077, 0o002])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def everything(folder: Path) -> dict[str, str | None]:
+    """Every path below a folder, with the text of files."""
+    return {
+        str(p.relative_to(folder)): p.read_text() if p.is_file() else None
+        for p in folder.rglob("*")
+    }
+
+
+# ---------------------------------------------------------------- atomic_file
+@pytest.mark.parametrize("old", [None, "old"])
+def test_a_file_appears_only_at_the_end(tmp_path: Path, old: str | None) -> None:
+    target = tmp_path / "out.bin"
+    if old is not None:
+        target.write_text(old)
+    with atomic_file(target) as temporary:
+        temporary.write_text("half")
+        assert temporary.parent == target.parent  # one file system: the rename is atomic
+        assert temporary != target
+        assert (target.read_text() if target.exists() else None) == old
+        temporary.write_text("new")
+    assert everything(tmp_path) == {"out.bin": "new"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SpinError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("old", [{}, {"out.bin": "old"}])
+def test_a_failure_leaves_what_was_there(
+    tmp_path: Path, error: type[BaseException], old: dict[str, str]
+) -> None:
+    for name, text in old.items():
+        (tmp_path / name).write_text(text)
+
+    def write_half() -> None:
+        with atomic_file(str(tmp_path / "out.bin")) as temporary:
+            temporary.write_text("half")
+            raise error("stop")
+
+    with pytest.raises(error, match="stop"):
+        write_half()
+    assert everything(tmp_path) == old
+
+
+def test_file_permissions_follow_the_umask(tmp_path: Path, umask: int) -> None:
+    with atomic_file(tmp_path / "out.bin") as temporary:
+        temporary.write_text("x")
+    assert mode(tmp_path / "out.bin") == 0o666 & ~umask
+    assert os.umask(umask) == umask  # unchanged by the call
+
+
+def test_a_temporary_file_that_vanished(tmp_path: Path) -> None:
+    def lose() -> None:
+        with atomic_file(tmp_path / "out.bin") as temporary:
+            temporary.unlink()
+
+    with pytest.raises(FileNotFoundError):
+        lose()
+    assert everything(tmp_path) == {}
+
+
+def test_a_target_that_became_a_folder_meanwhile(tmp_path: Path) -> None:
+    def collide() -> None:
+        with atomic_file(tmp_path / "out.bin") as temporary:
+            temporary.write_text("x")
+            (tmp_path / "out.bin").mkdir()
+
+    with pytest.raises(OSError, match="directory"):
+        collide()
+    assert everything(tmp_path) == {"out.bin": None}
+
+
+def test_files_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    before = everything(tmp_path)
+    for target, reason in [
+        (tmp_path, "is a directory, allowed: a file name"),
+        (tmp_path / "missing" / "out.bin", "No such file or directory"),
+        (tmp_path / "file" / "out.bin", "Not a directory"),
+        ("/proc/out.bin", ""),
+    ]:
+        with pytest.raises(SpinError) as caught, atomic_file(target, argument="dump"):
+            pytest.fail("must not be entered")
+        message = str(caught.value)
+        assert message.startswith("dump: ")
+        assert repr(str(target)) in message
+        assert reason in message
+        assert "\n" not in message
+    assert everything(tmp_path) == before
+
+
+# ---------------------------------------------------------------- atomic_directory
+def test_a_folder_appears_only_at_the_end(tmp_path: Path) -> None:
+    target = tmp_path / "a" / "b" / "engine"
+    with atomic_directory(target) as temporary:
+        (temporary / "config.json").write_text("{}")
+        assert not target.exists()
+        assert temporary.parent == target.parent
+    assert everything(tmp_path) == {
+        "a": None,
+        "a/b": None,
+        "a/b/engine": None,
+        "a/b/engine/config.json": "{}",
+    }
+
+
+def test_an_existing_folder_needs_force(tmp_path: Path) -> None:
+    target = tmp_path / "engine"
+    (target / "deep").mkdir(parents=True)
+    (target / "deep" / "old").write_text("old")
+    before = everything(tmp_path)
+    with pytest.raises(SpinError) as caught, atomic_directory(target):
+        pytest.fail("must not be entered")
+    expected = f"output_dir: {str(target)!r} exists, allowed: a new directory, or --force"
+    assert str(caught.value).startswith(expected)
+    assert everything(tmp_path) == before
+    with atomic_directory(target, force=True) as temporary:
+        (temporary / "new").write_text("new")
+        assert (target / "deep" / "old").read_text() == "old"
+    assert everything(tmp_path) == {"engine": None, "engine/new": "new"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SpinError, KeyboardInterrupt])
+@pytest.mark.parametrize("force", [False, True])
+def test_a_failed_folder_leaves_what_was_there(
+    tmp_path: Path, error: type[BaseException], force: bool
+) -> None:
+    target = tmp_path / "engine"
+    if force:
+        target.mkdir()
+        (target / "old").write_text("old")
+    before = everything(tmp_path)
+
+    def fill_half() -> None:
+        with atomic_directory(target, force=force) as temporary:
+            (temporary / "sub").mkdir()
+            (temporary / "sub" / "half").write_text("half")
+            raise error("stop")
+
+    with pytest.raises(error, match="stop"):
+        fill_half()
+    assert everything(tmp_path) == before
+
+
+def test_folder_permissions_follow_the_umask(tmp_path: Path, umask: int) -> None:
+    for force in (False, True):
+        with atomic_directory(tmp_path / "engine", force=force):
+            pass
+        assert mode(tmp_path / "engine") == 0o777 & ~umask
+
+
+def test_force_on_a_new_folder(tmp_path: Path) -> None:
+    with atomic_directory(tmp_path / "engine", force=True) as temporary:
+        (temporary / "x").write_text("x")
+    assert everything(tmp_path) == {"engine": None, "engine/x": "x"}
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_folders_that_cannot_be_made(tmp_path: Path, force: bool) -> None:
+    (tmp_path / "file").write_text("x")
+    before = everything(tmp_path)
+    for target, reason in [
+        (tmp_path / "file", "is a file, allowed: a directory name"),
+        (tmp_path / "file" / "engine", "cannot make"),
+        ("/proc/engine", "cannot make"),
+    ]:
+        with (
+            pytest.raises(SpinError) as caught,
+            atomic_directory(target, force=force, argument="engine"),
+        ):
+            pytest.fail("must not be entered")
+        message = str(caught.value)
+        assert message.startswith("engine: ")
+        assert reason in message
+        assert "\n" not in message
+    assert everything(tmp_path) == before
