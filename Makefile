@@ -13,14 +13,26 @@ SETUP_DONE := $(VENV)/.stamp-setup
 PLUGIN_FILES := $(shell find plugins -type f 2>/dev/null)
 PLUGIN_CODE := $(filter %.cu %.cuh %.cpp %.h,$(PLUGIN_FILES))
 
+# Developer build of the kernels. One architecture a folder, so that switching ARCH rebuilds nothing
+# that is still good; the library itself is whatever was asked for last.
+ARCH ?= 90a
+NVCC ?= $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc) nvcc)
+KERNEL_ARCHES := $(if $(filter all,$(ARCH)),90a 100a 120a,$(ARCH))
+KERNEL_PTX := -gencode arch=compute_90,code=compute_90
+KERNEL_FLAGS := -std=c++17 -O3 -lineinfo -Iplugins/include -Xcompiler -fPIC,-fvisibility=hidden,-Wall \
+	$(foreach a,$(KERNEL_ARCHES),-gencode arch=compute_$(a),code=sm_$(a)) \
+	$(if $(filter all,$(ARCH)),$(KERNEL_PTX))
+KERNEL_OBJECTS := $(patsubst plugins/kernels/%.cu,build/kernels/$(ARCH)/%.o,$(wildcard plugins/kernels/*.cu))
+KERNEL_LIBRARY := build/kernels/libspin.so
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test lint fmt demo prove bench clean
+.PHONY: help setup test lint fmt demo prove bench clean kernels gpu-test gpu-bench
 
 help: ## list the targets
 	@echo "Usage: make TARGET [PYTHON=python3.x] [PYTEST_ARGS=...]"
-	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
-		printf '  %-7s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
+		printf '  %-9s %s\n' "$$name" "$$text"; done
 
 setup: $(SETUP_DONE) ## create .venv with the pinned requirements and an editable install
 	@:
@@ -50,6 +62,16 @@ prove: setup ## show that each regression test fails without its fix
 bench: setup ## replay benchmark
 	@$(PY) benchmarks/bench_replay.py
 
+# The two GPU targets run in the machine's own Python, which brings a torch built for its driver.
+kernels: $(KERNEL_LIBRARY) ## build libspin.so for one architecture (ARCH=90a, 100a, 120a, or all)
+	@:
+
+gpu-test: kernels ## tests of the kernels on this machine's GPU
+	@$(PYTHON) -m pytest -p no:cacheprovider tests/gpu $(PYTEST_ARGS)
+
+gpu-bench: kernels ## decode-step benchmark on this machine's GPU
+	@PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/bench_step.py
+
 clean: ## remove build outputs and caches (.venv stays)
 	@rm -rf build dist *.egg-info .coverage htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find . -name .venv -prune -o -name .git -prune -o -type d -name __pycache__ -exec rm -rf {} +
@@ -75,3 +97,18 @@ $(SETUP_DONE): pyproject.toml $(DEPS_DONE) $(PLUGIN_FILES)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation --no-deps -e .
 	@$(PY) -m pip --disable-pip-version-check check >/dev/null || $(PY) -m pip check
 	@touch $@
+
+build/kernels/$(ARCH)/%.o: plugins/kernels/%.cu
+	@mkdir -p $(@D)
+	@$(NVCC) $(KERNEL_FLAGS) -Xptxas -v -MMD -MF $(@:.o=.d) -c $< -o $@ >$(@:.o=.log) 2>&1 || \
+		{ cat $(@:.o=.log) >&2; exit 1; }
+
+$(KERNEL_LIBRARY): $(KERNEL_OBJECTS) build/kernels/.arch-$(ARCH)
+	@$(NVCC) -shared -cudart static $(KERNEL_OBJECTS) -o $@
+
+build/kernels/.arch-$(ARCH):
+	@mkdir -p $(@D)
+	@rm -f build/kernels/.arch-*
+	@touch $@
+
+-include $(KERNEL_OBJECTS:.o=.d)

@@ -1,0 +1,69 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Which blocks a step keeps (SPEC 4, steps 4 to 9, and SPEC 6), and the lists made from them. */
+#ifndef SPIN_SELECT_BLOCKS_H_
+#define SPIN_SELECT_BLOCKS_H_
+
+#include "spin/common.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct SpinSelectBlocksParams {
+    int64_t struct_bytes;
+    /* Ranked part's scores. tile_blocks = 0: [entries, rows, blocks]. Otherwise the tiled layout
+     * of spin_advance: [entries, rows, tiles, tile_blocks + 2], see advance.h. */
+    const float* block_scores;
+    const int64_t* positions;    /* [sequences, rows]; -1 pads */
+    const uint8_t* warm;         /* [entries]; 0 keeps every visible block */
+    const int64_t* sequence_ids; /* [sequences] */
+    const int64_t* layers;       /* [entries / layer_entries], decoder-layer index */
+    const int32_t* page_table;   /* [sequences, page_table_stride] or null */
+
+    int32_t* block_list;       /* out [entries, blocks]: kept ids ascending, then -1 */
+    int32_t* block_count;      /* out [entries] */
+    int32_t* kept_slots;       /* out [entries]: kept slots the last row sees, partial tail last */
+    int32_t* row_slots;        /* out [entries, rows]: kept slots each row sees (a prefix) */
+    int32_t* visible_slots;    /* out [entries] or null: slots the last row sees, kept or not */
+    int32_t* compact_of_block; /* out [entries, blocks]: place in block_list, -1 = not kept */
+    int32_t* compact_pages;    /* out [entries, compact_pages_stride] or null; 0 past the end */
+    uint8_t* block_mask;       /* out [entries, blocks] or null: the shared mask U */
+    uint8_t* row_masks;        /* out [entries, rows, blocks] or null: each row's own choice */
+    uint8_t* explored_mask;    /* out [entries, blocks] or null */
+
+    /* What the next spin_advance needs; all null, or all given. See advance.h. */
+    const int64_t* lanes;    /* [sequences] */
+    int64_t* plan_positions; /* out [plan_entries, rows] */
+    int64_t* plan_lanes;     /* out [plan_entries]: lane, -1 for none and past `entries` */
+    int32_t* lane_entry;     /* out [lanes_total]: entry that last planned this lane */
+    uint8_t* lane_warm;      /* out [lanes_total] */
+    int64_t* lane_next;      /* out [lanes_total]: token position of a warm lane's step, or -1 */
+
+    uint64_t seed;
+    int64_t lane_stride; /* added to the lane for every further layer */
+    int64_t page_table_stride;
+    int64_t compact_pages_stride;
+    int32_t page_table_width; /* pages a sequence may have in page_table */
+    int32_t plan_entries;     /* capacity of the plan arrays, at least entries */
+    int32_t entries;          /* layers * sequences */
+    int32_t sequences;        /* entries a layer */
+    int32_t layer_entries;    /* entries sharing one element of `layers` */
+    int32_t rows;             /* 1 .. 8 */
+    int32_t blocks;           /* capacity, at most 16384 */
+    int32_t tile_blocks;
+    int32_t tiles;
+    int32_t ratio;
+    int32_t block_size; /* 8, 16, 32, 64, 128 */
+    int32_t top_k;
+    int32_t sparsity_ppm;
+    int32_t exploration_ppm;
+    int32_t row0_mask;  /* 1: row 0's blocks and the last row's newest; 0: union of the rows */
+    int32_t page_slots; /* 32 or 64, at most block_size; read when page_table is given */
+} SpinSelectBlocksParams;
+
+SPIN_EXPORT int spin_select_blocks(const SpinSelectBlocksParams* params, cudaStream_t stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* SPIN_SELECT_BLOCKS_H_ */

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// spin_advance: resolve, observe and predict at the start of a step, for all layers.
+#include "spin/advance.h"
+#include "status.h"
+#include "tiles.cuh"
+
+namespace spin {
+namespace {
+
+// What the previous step of each entry's lane came to (advance.h). A kernel of its own, because
+// every tile needs the answer and none may see the arrays half rewritten.
+__global__ void resolve_entries(const SpinAdvanceParams p) {
+    wait_for_inputs();
+    const int64_t e = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (e >= p.entries)
+        return;
+    const int64_t lane = entry_lane(p.lanes, p.lane_stride, p.sequences, e);
+    const int64_t first = p.positions[e % p.sequences * p.rows];
+    bool warm = false;
+    int observed = 0;
+    int previous = -1;
+    if (lane >= 0 && lane < p.lanes_total && first >= 0) {
+        warm = p.lane_warm[lane] != 0 && p.lane_next[lane] == first;
+        const int entry = p.lane_entry[lane];
+        // An entry that another lane has taken over since says nothing about this one.
+        if (entry >= 0 && entry < p.plan_entries && p.plan_lanes[entry] == lane) {
+            const int64_t* plan = p.plan_positions + static_cast<int64_t>(entry) * p.rows;
+            int rows = 0;
+            while (rows < p.rows && plan[rows] >= 0)
+                ++rows;
+            const int64_t accepted = first - plan[0] - 1;
+            if (rows > 0 && accepted >= 0 && accepted < rows) {
+                warm = true;
+                observed = p.row0_update ? 1 : static_cast<int>(accepted) + 1;
+                previous = entry;
+            }
+        }
+    }
+    p.warm[e] = warm;
+    p.observed_rows[e] = observed;
+    p.previous_entry[e] = previous;
+}
+
+template <typename State>
+int run(const SpinAdvanceParams& p, cudaStream_t stream) {
+    TileArgs<State> a = {};
+    a.v = static_cast<State*>(p.v);
+    a.d = static_cast<State*>(p.d);
+    a.lanes = p.lanes;
+    a.positions = p.positions;
+    a.observed_positions = p.plan_positions;
+    a.scores = p.scores;
+    a.compact_of_block = p.compact_of_block;
+    a.warm = p.warm;
+    a.observed_rows = p.observed_rows;
+    a.previous_entry = p.previous_entry;
+    a.block_scores = p.block_scores;
+    a.v_stride = p.v_stride;
+    a.d_stride = p.d_stride;
+    a.score_stride = p.score_stride;
+    a.lane_stride = p.lane_stride;
+    a.entries = p.entries;
+    a.sequences = p.sequences;
+    a.rows = p.rows;
+    a.blocks = p.blocks;
+    a.tiles = p.tiles;
+    a.ratio = p.ratio;
+    a.block_size = p.block_size;
+    a.block_shift = __builtin_ctz(static_cast<unsigned>(p.block_size));
+    a.slots = p.slots;
+    a.decay = p.decay;
+    a.gain = p.gain;
+    constexpr int kThreads = 128;
+    const dim3 few(static_cast<unsigned>((p.entries + kThreads - 1) / kThreads));
+    const int status = launch(resolve_entries, few, kThreads, 0, 1, stream, p);
+    if (status != SPIN_OK)
+        return status;
+    const dim3 grid(static_cast<unsigned>(p.entries), tile_workers(p.entries, p.tiles));
+    return launch(update_tiles<State, true>, grid, kTileThreads, 0, 1, stream, a);
+}
+
+}  // namespace
+}  // namespace spin
+
+extern "C" int spin_advance(const SpinAdvanceParams* p, cudaStream_t stream) {
+    using namespace spin;
+    SPIN_CHECK_STRUCT(p);
+    SPIN_CHECK_RANGE(p, entries, 0, kMaxEntries);
+    if (p->entries == 0)
+        return SPIN_OK;
+    SPIN_CHECK_POINTER(p, v, 16);
+    SPIN_CHECK_POINTER(p, d, 16);
+    SPIN_CHECK_POINTER(p, lanes, 8);
+    SPIN_CHECK_POINTER(p, positions, 8);
+    SPIN_CHECK_POINTER(p, plan_positions, 8);
+    SPIN_CHECK_POINTER(p, plan_lanes, 8);
+    SPIN_CHECK_POINTER(p, lane_entry, 4);
+    SPIN_CHECK_POINTER(p, lane_warm, 1);
+    SPIN_CHECK_POINTER(p, lane_next, 8);
+    SPIN_CHECK_POINTER(p, scores, 16);
+    SPIN_CHECK_POINTER(p, compact_of_block, 4);
+    SPIN_CHECK_POINTER(p, warm, 1);
+    SPIN_CHECK_POINTER(p, observed_rows, 4);
+    SPIN_CHECK_POINTER(p, previous_entry, 4);
+    SPIN_CHECK_POINTER(p, block_scores, 4);
+    SPIN_CHECK_RANGE(p, rows, 1, kMaxRows);
+    SPIN_CHECK_RANGE(p, slots, 1, kMaxSlots);
+    SPIN_CHECK_RANGE(p, ratio, 1, 1 << 20);
+    SPIN_CHECK(is_block_size(p->block_size), SPIN_ERROR_UNSUPPORTED, "block_size",
+               "8, 16, 32, 64, 128");
+    SPIN_CHECK(p->state_dtype == SPIN_STATE_BF16 || p->state_dtype == SPIN_STATE_FP32,
+               SPIN_ERROR_UNSUPPORTED, "state_dtype", "SPIN_STATE_BF16, SPIN_STATE_FP32");
+    SPIN_CHECK(p->v_stride % 8 == 0 && p->v_stride >= p->slots, SPIN_ERROR_ALIGNMENT, "v_stride",
+               "a multiple of 8, at least slots");
+    SPIN_CHECK(p->d_stride % 8 == 0 && p->d_stride > p->slots, SPIN_ERROR_ALIGNMENT, "d_stride",
+               "a multiple of 8, at least slots + 1");
+    SPIN_CHECK(p->blocks == (p->slots + p->block_size - 1) / p->block_size, SPIN_ERROR_RANGE,
+               "blocks", "slots / block_size, rounded up");
+    SPIN_CHECK(p->score_stride % 8 == 0 &&
+                   p->score_stride >= static_cast<int64_t>(p->blocks) * p->block_size,
+               SPIN_ERROR_ALIGNMENT, "score_stride",
+               "a multiple of 8, at least blocks * block_size");
+    SPIN_CHECK(p->tiles == p->slots / SPIN_ADVANCE_TILE_SLOTS + 1, SPIN_ERROR_RANGE, "tiles",
+               "slots / SPIN_ADVANCE_TILE_SLOTS + 1");
+    SPIN_CHECK_RANGE(p, sequences, 1, p->entries);
+    SPIN_CHECK(p->entries % p->sequences == 0, SPIN_ERROR_RANGE, "sequences",
+               "a divisor of entries");
+    SPIN_CHECK_RANGE(p, plan_entries, p->entries, kMaxEntries);
+    return p->state_dtype == SPIN_STATE_BF16 ? run<__nv_bfloat16>(*p, stream)
+                                             : run<float>(*p, stream);
+}

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode step of all layers on a GPU, without the host ever looking (SPEC 4 and 5).
+
+`GpuStep` makes the decisions of `SpinStep.plan`, `top_k` and `defer` with the same results, but on
+the device: whether a sequence goes on, jumped or is new, and how many drafts were accepted, is read
+off the positions by kernels. Every buffer is made once, so a step can be captured in a CUDA graph
+at small lengths and replayed at any length up to the capacity:
+
+    step.begin(lanes, sequence_ids, positions)       # all layers: observe, predict, select
+    for layer in range(step.layers):
+        view = step.layer(layer)
+        ...                                          # score view.block_list into view.scores
+        slots = step.top_k(layer)                    # int32 [S, R, K], -1 pads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spin_trtllm import native
+from spin_trtllm.config import SpinConfig
+from spin_trtllm.errors import refuse
+from spin_trtllm.geometry import count_blocks
+from spin_trtllm.ops.checks import check_tensor, row_stride
+from spin_trtllm.state import SpinState
+
+NO_LANE = -1  # a padding row, or a sequence that found no free lane: dense, and remembers nothing
+
+
+class GpuState(SpinState):
+    """`SpinState` with rows padded for vector access, and a note of where each lane last was.
+
+    Attributes:
+        lane_entry: int32 `[layers, sequences + 1]`, entry of the last step that holds the lane's
+            scores until they are observed; -1 for none.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        *,
+        sequences: int,
+        slots: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cuda",
+    ) -> None:
+        super().__init__(layers, sequences=sequences, slots=slots, dtype=dtype, device=device)
+        self.v = _padded_zeros(self.v.shape, dtype, device)
+        self.d = _padded_zeros(self.d.shape, dtype, device)
+        self.lane_entry = torch.full(self.warm.shape, -1, dtype=torch.int32, device=device)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of every tensor held, padding included."""
+        held = [self.v, self.d, self.warm, self.next_tokens, self.lane_entry]
+        return sum(t.untyped_storage().nbytes() for t in held)
+
+    def device_lanes(self, sequence_ids: Iterable[int | None]) -> list[int]:
+        """`lanes`, with `NO_LANE` for padding rows and sequences that found no free lane."""
+        return [NO_LANE if n == self.scratch else n for n in self.lanes(sequence_ids)]
+
+    def _clear(self, lane: int) -> None:
+        super()._clear(lane)
+        self.lane_entry[:, lane] = -1
+
+
+@dataclass(frozen=True, eq=False)
+class LayerView:
+    """What `begin` decided for one layer: views of buffers that the next step overwrites.
+
+    Attributes:
+        block_list: int32 `[S, B]`, kept blocks ascending, then -1; block_count: int32 `[S]`.
+        row_slots: int32 `[S, R]`, columns of `scores` that each row sees; kept_slots: the last
+            row's; visible_slots: int32 `[S]`, what the last row sees of the whole sequence.
+        pages: int32 `[S, pages]`, the compacted page table, where one is asked for.
+        scores: fp32 `[S, R, stride]`, for the scorer to fill: column `c` is slot
+            `block_list[c // b] * b + c % b`.
+    """
+
+    block_list: Tensor
+    block_count: Tensor
+    row_slots: Tensor
+    kept_slots: Tensor
+    visible_slots: Tensor
+    pages: Tensor | None
+    scores: Tensor
+
+
+class GpuStep:
+    """Runs the product's variant of SPIN (A1) on a GPU.
+
+    Args:
+        config: `top_k` must be settled.
+        state: averages; its dtype is the configuration's.
+        ratio: raw tokens a slot.
+        sequences: most sequences of a step.
+        rows: rows of every step (drafts + 1); a step with fewer drafts pads with -1.
+        page_slots: slots of a page of the host's key cache, to compact its page table: 32 or 64.
+
+    Raises:
+        SpinError: a configuration or device that the kernels cannot run.
+    """
+
+    def __init__(
+        self,
+        config: SpinConfig,
+        state: GpuState,
+        *,
+        ratio: int,
+        sequences: int,
+        rows: int = 1,
+        page_slots: int | None = None,
+    ) -> None:
+        _check_config(config, state, ratio, rows)
+        if sequences < 1:
+            refuse("sequences", sequences, "an integer >= 1")
+        if page_slots is not None and (
+            page_slots not in (32, 64) or page_slots > config.block_size
+        ):
+            refuse("page_slots", page_slots, f"32, 64, at most block_size {config.block_size}")
+        assert config.top_k is not None
+        self.config, self.state, self.ratio = config, state, ratio
+        self.sequences, self.rows, self.page_slots = sequences, rows, page_slots
+        self.top_k_slots = config.top_k
+        self.layers = len(state.layers)
+        self.blocks = count_blocks(state.slots, config.block_size)
+        self._live = 0  # sequences of the last step
+        self._allocate()
+
+    def begin(
+        self,
+        lanes: Tensor,
+        sequence_ids: Tensor,
+        positions_tokens: Tensor,
+        page_table: Tensor | None = None,
+    ) -> None:
+        """Observe the step before, predict and select the blocks of this one, in every layer.
+
+        Args:
+            lanes: int64 `[S]` from `GpuState.device_lanes`, distinct but for `NO_LANE`.
+            sequence_ids: int64 `[S]`, request ids.
+            positions_tokens: int64 `[S, rows]`: `p0, p0 + 1, ...`, then -1.
+            page_table: int32 `[S, pages]` of the host, when `page_slots` was given.
+        """
+        check_tensor("lanes", lanes, (torch.int64,), ("sequences",))
+        live = lanes.shape[0]
+        if live > self.sequences:
+            refuse("lanes", live, f"at most {self.sequences} sequences")
+        check_tensor("sequence_ids", sequence_ids, (torch.int64,), (live,))
+        check_tensor("positions_tokens", positions_tokens, (torch.int64,), (live, self.rows))
+        if (page_table is None) != (self.page_slots is None):
+            refuse("page_table", page_table, "given exactly when page_slots was")
+        if page_table is not None:
+            check_tensor("page_table", page_table, (torch.int32,), (live, "pages"))
+        self._live = live
+        self._launch(
+            lanes.contiguous(), sequence_ids.contiguous(), positions_tokens.contiguous(), page_table
+        )
+
+    def layer(self, index: int) -> LayerView:
+        """Views for layer `index` (0-based among the indexer layers) of the current step."""
+        here = self._entries(index)
+        rows = slice(here.start * self.rows, here.stop * self.rows)
+        return LayerView(
+            block_list=self.block_list[here],
+            block_count=self.block_count[here],
+            row_slots=self.row_slots[here],
+            kept_slots=self.kept_slots[here],
+            visible_slots=self.visible_slots[here],
+            pages=None if self.pages is None else self.pages[here],
+            scores=self.scores[rows].unflatten(0, (self._live, self.rows)),
+        )
+
+    def top_k(self, index: int) -> Tensor:
+        """Slots that attention reads in layer `index`: int32 `[S, rows, K]`, ascending, -1 pads."""
+        view, out = self.layer(index), self.slots_out[self._entries(index)]
+        if self._live:  # pragma: no cover - needs a GPU
+            native.call(
+                "topk_slots",
+                native.stream_of(out),
+                scores=view.scores,
+                block_list=view.block_list,
+                row_slots=view.row_slots,
+                slots_out=out,
+                score_stride=self.scores.stride(0),
+                entries=self._live,
+                rows=self.rows,
+                blocks=self.blocks,
+                block_size=self.config.block_size,
+                top_k=self.top_k_slots,
+            )
+        return out
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers between steps, scores waiting for observation included."""
+        tensors = (value for value in vars(self).values() if isinstance(value, Tensor))
+        return sum(t.untyped_storage().nbytes() for t in tensors)
+
+    # ---- how ----
+
+    def _entries(self, index: int) -> slice:
+        return slice(index * self._live, (index + 1) * self._live)
+
+    def _allocate(self) -> None:
+        device, entries = self.state.device, self.layers * self.sequences
+        b, blocks, rows = self.config.block_size, self.blocks, self.rows
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+        self.tiles = self.state.slots // native.TILE_SLOTS + 1
+        self.tile_blocks = native.TILE_SLOTS // b
+        self.block_list, self.compact_of_block = ints(entries, blocks), ints(entries, blocks)
+        self.block_count, self.kept_slots = ints(entries), ints(entries)
+        self.visible_slots, self.row_slots = ints(entries), ints(entries, rows)
+        self.observed_rows, self.previous_entry = ints(entries), ints(entries)
+        self.warm = torch.zeros(entries, dtype=torch.bool, device=device)
+        self.plan_positions = torch.full((entries, rows), -1, dtype=torch.int64, device=device)
+        self.plan_lanes = torch.full((entries,), -1, dtype=torch.int64, device=device)
+        self.scores = torch.zeros(entries * rows, blocks * b, device=device)
+        self.tile_scores = torch.zeros(
+            entries, rows, self.tiles, self.tile_blocks + 2, device=device
+        )
+        self.block_scores = None
+        if self.config.pooling != "max":
+            self.block_scores = torch.zeros(entries, rows, blocks, device=device)
+        self.slots_out = ints(entries, rows, self.top_k_slots)
+        self.layer_ids = torch.tensor(self.state.layers, dtype=torch.int64, device=device)
+        self.pages: Tensor | None = None
+        if self.page_slots is not None:
+            self.pages = ints(entries, blocks * (b // self.page_slots))
+
+    def _launch(
+        self, lanes: Tensor, sequence_ids: Tensor, positions: Tensor, page_table: Tensor | None
+    ) -> None:  # pragma: no cover - needs a GPU
+        config, state = self.config, self.state
+        stream = native.stream_of(lanes)
+        shared = {
+            "lanes": lanes,
+            "positions": positions,
+            "lane_stride": state.sequences + 1,
+            "entries": self.layers * self._live,
+            "sequences": max(self._live, 1),
+            "rows": self.rows,
+            "blocks": self.blocks,
+            "ratio": self.ratio,
+            "block_size": config.block_size,
+        }
+        plan = {
+            "plan_positions": self.plan_positions,
+            "plan_lanes": self.plan_lanes,
+            "plan_entries": self.plan_lanes.shape[0],
+            "lane_entry": state.lane_entry,
+            "lane_warm": state.warm,
+            "lane_next": state.next_tokens,
+        }
+        averages = {
+            "v": state.v,
+            "d": state.d,
+            "slots": state.slots,
+            "v_stride": state.v.stride(1),
+            "d_stride": state.d.stride(1),
+            "state_dtype": native.STATE_DTYPES[state.v.dtype],
+        }
+        native.call(
+            "advance",
+            stream,
+            **shared,
+            **plan,
+            **averages,
+            scores=self.scores,
+            compact_of_block=self.compact_of_block,
+            warm=self.warm,
+            observed_rows=self.observed_rows,
+            previous_entry=self.previous_entry,
+            block_scores=self.tile_scores,
+            score_stride=self.scores.stride(0),
+            lanes_total=state.warm.numel(),
+            tiles=self.tiles,
+            row0_update=int(config.update_policy == "row0"),
+            decay=config.ema_decay,
+            gain=1.0 - config.ema_decay,
+        )
+        ranked = {
+            "block_scores": self.tile_scores,
+            "tile_blocks": self.tile_blocks,
+            "tiles": self.tiles,
+        }
+        if self.block_scores is not None:  # a pooling that does not split over tiles
+            ranked = {"block_scores": self.block_scores}
+            pooling = native.POOLINGS[config.pooling]
+            native.call("predict_blocks", stream, **shared, **averages, **ranked, pooling=pooling)
+        paged = {}
+        if page_table is not None and self.pages is not None:
+            paged = {
+                "page_table": page_table,
+                "page_table_stride": row_stride(page_table),
+                "page_table_width": page_table.shape[1],
+                "compact_pages": self.pages,
+                "compact_pages_stride": self.pages.shape[1],
+                "page_slots": self.page_slots,
+            }
+        native.call(
+            "select_blocks",
+            stream,
+            **shared,
+            **plan,
+            **ranked,
+            **paged,
+            warm=self.warm,
+            sequence_ids=sequence_ids,
+            layers=self.layer_ids,
+            layer_entries=max(self._live, 1),
+            block_list=self.block_list,
+            block_count=self.block_count,
+            kept_slots=self.kept_slots,
+            row_slots=self.row_slots,
+            visible_slots=self.visible_slots,
+            compact_of_block=self.compact_of_block,
+            seed=config.seed,
+            top_k=self.top_k_slots,
+            sparsity_ppm=config.sparsity_ppm,
+            exploration_ppm=config.exploration_ppm,
+            row0_mask=int(config.mask_policy == "row0"),
+        )
+
+
+def _padded_zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros `[layers, lanes, n]` whose rows start on 16 bytes and hold a multiple of 8 elements."""
+    width = (shape[-1] + 7) // 8 * 8
+    return torch.zeros(*shape[:-1], width, dtype=dtype, device=device)[..., : shape[-1]]
+
+
+def _check_config(config: SpinConfig, state: GpuState, ratio: int, rows: int) -> None:
+    if config.top_k is None or not 1 <= config.top_k <= native.MAX_TOP_K:
+        refuse("config.top_k", config.top_k, f"an integer in 1 .. {native.MAX_TOP_K}")
+    if config.reduction != "A1":
+        refuse("reduction", config.reduction, "A1")
+    if config.exploration_policy not in ("none", "random"):
+        refuse("exploration_policy", config.exploration_policy, "none, random")
+    if config.storage_dtype != state.v.dtype:
+        refuse("state", str(state.v.dtype), f"a state of {config.state_dtype}")
+    if ratio < 1:
+        refuse("ratio", ratio, "an integer >= 1")
+    if not 1 <= rows <= native.MAX_ROWS:
+        refuse("rows", rows, f"an integer in 1 .. {native.MAX_ROWS}")
+
+
+__all__ = ["NO_LANE", "GpuState", "GpuStep", "LayerView"]

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA kernel library `libspin.so`: finding it, and calling it through its plain C interface.
+
+One library serves every version of Python and torch: pointers and strides go through `ctypes`, and
+each parameter struct carries its own size, so that a library built from other headers is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spin_trtllm.errors import SpinError, refuse
+
+LIBRARY_VARIABLE = "SPIN_LIBRARY"
+LIBRARY_NAME = "libspin.so"
+VERSION = 100  # SPIN_VERSION of plugins/include/spin/common.h
+MINIMUM_CAPABILITY = (9, 0)  # clusters and programmatic launches; later GPUs run the PTX
+
+_POINTER, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+# Field order and types equal the structs of plugins/include/spin/<stem>.h.
+_FIELDS: dict[str, list[tuple[str, str]]] = {
+    "predict_blocks": [
+        ("p", "v d lanes positions block_scores"),
+        ("l", "slots v_stride d_stride lane_stride"),
+        ("i", "entries sequences rows blocks ratio block_size state_dtype pooling"),
+    ],
+    "select_blocks": [
+        ("p", "block_scores positions warm sequence_ids layers page_table"),
+        ("p", "block_list block_count kept_slots row_slots visible_slots"),
+        ("p", "compact_of_block compact_pages block_mask row_masks explored_mask"),
+        ("p", "lanes plan_positions plan_lanes lane_entry lane_warm lane_next"),
+        ("u", "seed"),
+        ("l", "lane_stride page_table_stride compact_pages_stride"),
+        ("i", "page_table_width plan_entries entries sequences layer_entries rows blocks"),
+        ("i", "tile_blocks tiles ratio block_size top_k sparsity_ppm exploration_ppm"),
+        ("i", "row0_mask page_slots"),
+    ],
+    "topk_slots": [
+        ("p", "scores block_list row_slots slots_out"),
+        ("l", "score_stride"),
+        ("i", "entries rows blocks block_size top_k full_rows"),
+    ],
+    "observe_scores": [
+        ("p", "v d lanes positions accepted scores compact_of_block"),
+        ("l", "slots v_stride d_stride score_stride"),
+        ("i", "entries rows blocks ratio block_size state_dtype full_rows row0_update"),
+        ("f", "decay gain"),
+    ],
+    "advance": [
+        ("p", "v d lanes positions plan_positions plan_lanes lane_entry lane_warm lane_next"),
+        ("p", "scores compact_of_block warm observed_rows previous_entry block_scores"),
+        ("l", "slots v_stride d_stride score_stride lane_stride lanes_total"),
+        ("i", "plan_entries entries sequences rows blocks tiles ratio block_size"),
+        ("i", "state_dtype row0_update"),
+        ("f", "decay gain"),
+    ],
+}
+_KINDS: dict[str, Any] = {
+    "p": _POINTER,
+    "l": _I64,
+    "u": ctypes.c_uint64,
+    "i": _I32,
+    "f": _F32,
+}
+
+STATE_DTYPES = {torch.bfloat16: 0, torch.float32: 1}
+POOLINGS = {"max": 0, "top4": 1, "mean": 2}
+TILE_SLOTS = 2048  # SPIN_ADVANCE_TILE_SLOTS
+MAX_ROWS = 8
+MAX_TOP_K = 2048
+
+
+def params_struct(stem: str) -> type[ctypes.Structure]:
+    """The parameter struct of a stem as a `ctypes` type."""
+    return _structs()[stem]
+
+
+@functools.cache
+def _structs() -> dict[str, type[ctypes.Structure]]:
+    structs: dict[str, type[ctypes.Structure]] = {}
+    for stem, groups in _FIELDS.items():
+        fields: list[Any] = [("struct_bytes", _I64)]
+        fields += [(name, _KINDS[kind]) for kind, names in groups for name in names.split()]
+        structs[stem] = type(f"Spin_{stem}", (ctypes.Structure,), {"_fields_": fields})
+    return structs
+
+
+def search_paths() -> list[Path]:
+    """Where the library is looked for, in order. `SPIN_LIBRARY` rules out every other place."""
+    chosen = os.environ.get(LIBRARY_VARIABLE)
+    if chosen:
+        return [Path(chosen)]
+    package = Path(__file__).parent
+    places = [package / "lib" / LIBRARY_NAME]
+    # An editable install leaves the sources where they are and puts the library with its metadata.
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        installed = metadata.distribution("spin-trtllm").locate_file("spin_trtllm/lib")
+        places.append(Path(str(installed)) / LIBRARY_NAME)
+    places.append(package.parent / "build" / "kernels" / LIBRARY_NAME)
+    return places
+
+
+def library_path() -> Path | None:
+    """The library that `load` would take, or None."""
+    return next((path for path in search_paths() if path.is_file()), None)
+
+
+def load() -> ctypes.CDLL:
+    """The loaded library.
+
+    Raises:
+        SpinError: none found, not loadable, or of another version.
+    """
+    path = library_path()
+    if path is None:
+        places = ", ".join(str(p) for p in search_paths())
+        raise SpinError(f"{LIBRARY_NAME}: not found in {places}; build it with `make kernels`")
+    return _load(path)
+
+
+@functools.cache
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(path))
+        library.spin_error_string.restype = ctypes.c_char_p
+        found = int(library.spin_version())
+    except (OSError, AttributeError) as error:
+        raise SpinError(f"{path}: not a loadable SPIN library: {error}") from error
+    if found != VERSION:
+        refuse(str(path), f"version {found}", f"version {VERSION}; rebuild it")
+    return library
+
+
+def has_library() -> bool:
+    """Whether a usable library is there; says nothing about a GPU."""
+    try:
+        load()
+    except SpinError:
+        return False
+    return True
+
+
+def supports(device: torch.device | str) -> bool:
+    """Whether the kernels run on a device: CUDA, compute capability 9.0 or later, library found."""
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= MINIMUM_CAPABILITY and has_library()
+
+
+def call(stem: str, stream: int, /, **values: Any) -> None:
+    """Enqueue one stem.
+
+    Args:
+        stem: name of the operation.
+        stream: CUDA stream handle.
+        values: fields of the parameter struct; tensors stand for their data pointers, and fields
+            that are left out are null or zero.
+
+    Raises:
+        SpinError: the library refused; the message names the field.
+    """
+    library = load()
+    params = pack(stem, **values)
+    function = getattr(library, f"spin_{stem}")
+    status = function(ctypes.byref(params), ctypes.c_void_p(stream))
+    if status != 0:
+        raise SpinError(f"spin_{stem}: {error_string(status)}")
+
+
+def pack(stem: str, /, **values: Any) -> ctypes.Structure:
+    """A parameter struct with its size filled in."""
+    struct = params_struct(stem)
+    fields = {
+        name: value.data_ptr() if isinstance(value, Tensor) else value
+        for name, value in values.items()
+    }
+    return struct(struct_bytes=ctypes.sizeof(struct), **fields)
+
+
+def error_string(status: int) -> str:
+    """The library's text for a status; right after a failing call it names the field."""
+    return bytes(load().spin_error_string(status)).decode()
+
+
+def stream_of(tensor: Tensor) -> int:  # pragma: no cover - needs a GPU
+    """The current stream of a tensor's device."""
+    return int(torch.cuda.current_stream(tensor.device).cuda_stream)

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GpuStep` against `SpinStep`: the same decisions, state and top-k through whole batch lives."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import compact_scores, first_difference, same_bits, scores_of
+
+from spin_trtllm.config import SpinConfig
+from spin_trtllm.gpu_step import GpuState, GpuStep
+from spin_trtllm.state import SpinState
+from spin_trtllm.step import SpinStep, StepPlan
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+LAYERS = (2, 5, 60)
+BASE = SpinConfig(top_k=8, block_size=16, state_dtype="bf16", seed=3)
+CASES = [
+    ("plain", BASE, 4, 1, 700, None),
+    ("drafts", BASE, 4, 4, 700, None),
+    ("fp32", replace(BASE, state_dtype="fp32", block_size=8), 1, 8, 300, None),
+    ("tiles", replace(BASE, block_size=64), 1, 3, 6300, 64),
+    ("half_pages", replace(BASE, block_size=64), 2, 2, 4200, 32),
+    ("row0", replace(BASE, mask_policy="row0", update_policy="row0"), 4, 3, 500, None),
+    ("dense", replace(BASE, target_sparsity=0.0), 4, 2, 500, None),
+    ("sparse", replace(BASE, target_sparsity=0.9, exploration=0.3), 1, 2, 3000, None),
+    ("frozen", replace(BASE, exploration_policy="none", ema_decay=0.0), 2, 8, 400, None),
+    ("small", replace(BASE, block_size=8), 1, 8, 4130, None),
+    ("wide", replace(BASE, block_size=128), 1, 5, 4130, 64),
+]
+
+
+class Batch:
+    """Sequences that join, leave, jump, stall and accept drafts, as a serving engine has them."""
+
+    def __init__(self, seed: int, rows: int, slots: int, ratio: int) -> None:
+        self.rng, self.rows = random.Random(seed), rows
+        self.limit = (slots + 1) * ratio - 1 - 2 * rows
+        self.next: dict[int, int] = {}
+        self.fresh = 100
+
+    def events(self, *states: SpinState) -> None:
+        rng = self.rng
+        while len(self.next) < 2 or (len(self.next) < 6 and rng.random() < 0.3):
+            self.next[self.fresh] = rng.randrange(self.limit)
+            self.fresh += 1
+        for i in list(self.next):
+            roll = rng.random()
+            if roll < 0.03:
+                del self.next[i]
+                for state in states:
+                    state.release(i)
+            elif roll < 0.06:
+                for state in states:
+                    state.reset(i)
+            elif roll < 0.09:
+                self.next[i] = rng.randrange(self.limit)
+            elif roll < 0.12:
+                self.next[i] = max(0, self.next[i] - 1)
+
+    def step(self) -> tuple[list[int | None], torch.Tensor]:
+        ids: list[int | None] = [i for i in self.next if self.rng.random() < 0.9]
+        ids += [None] * self.rng.randrange(3)
+        self.rng.shuffle(ids)
+        positions = torch.full((len(ids), self.rows), -1, dtype=torch.int64)
+        for s, i in enumerate(ids):
+            first = self.rng.randrange(3) if i is None else self.next[i]
+            if first > self.limit:
+                first = self.limit // 2  # runs out of room: jump back
+            count = self.rng.randint(1, self.rows)
+            if i is not None or self.rng.random() < 0.5:
+                positions[s, :count] = first + torch.arange(count)
+            if i is not None:
+                self.next[i] = first + self.rng.randint(1, count)
+        return ids, positions
+
+
+def same_plan(step: GpuStep, plan: StepPlan, positions: torch.Tensor, table: torch.Tensor) -> None:
+    live, b = positions.shape[0], step.config.block_size
+    for layer in range(step.layers):
+        view = step.layer(layer)
+        for s in range(live):
+            kept = plan.selection.blocks[layer * live + s].nonzero().squeeze(-1)
+            listed = view.block_list[s].cpu().long()
+            assert listed[: len(kept)].tolist() == kept.tolist(), f"layer {layer} sequence {s}"
+            assert bool((listed[len(kept) :] == -1).all())
+            assert int(view.block_count[s]) == len(kept)
+            for r in range(step.rows):
+                visible = max(0, (int(positions[s, r]) + 1) // step.ratio)
+                slots = (kept.unsqueeze(1) * b + torch.arange(b)).flatten()
+                assert int(view.row_slots[s, r]) == int((slots < visible).sum())
+            if view.pages is not None:
+                pages = [
+                    table[s, k * (b // step.page_slots) + h].item()
+                    if (k * (b // step.page_slots) + h) * step.page_slots
+                    < visible_of(positions[s], step.ratio)
+                    else 0
+                    for k in kept.tolist()
+                    for h in range(b // step.page_slots)
+                ]
+                assert view.pages[s, : len(pages)].tolist() == pages
+    assert torch.equal(step.warm[: step.layers * live].cpu(), plan.warm)
+
+
+def visible_of(positions: torch.Tensor, ratio: int) -> int:
+    return max(0, (int(positions.max()) + 1) // ratio)
+
+
+def same_state(gpu: GpuState, want: SpinState) -> None:
+    for name in ("v", "d"):
+        a, b = getattr(gpu, name)[:, :-1], getattr(want, name)[:, :-1]
+        assert same_bits(a, b), f"{name}: {first_difference(a, b)}"
+    assert torch.equal(gpu.warm.cpu()[:, :-1], want.warm[:, :-1])
+    assert torch.equal(gpu.next_tokens.cpu()[:, :-1], want.next_tokens[:, :-1])
+
+
+@pytest.mark.parametrize("case", CASES, ids=[c[0] for c in CASES])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_whole_lives_equal_the_reference(case: tuple, seed: int) -> None:
+    _, config, ratio, rows, slots, page_slots = case
+    generator = torch.Generator().manual_seed(seed)
+    want_state = SpinState(LAYERS, sequences=5, slots=slots, dtype=config.storage_dtype)
+    state = GpuState(LAYERS, sequences=5, slots=slots, dtype=config.storage_dtype)
+    want = SpinStep(config, want_state, ratio=ratio)
+    step = GpuStep(config, state, ratio=ratio, sequences=9, rows=rows, page_slots=page_slots)
+    batch = Batch(seed, rows, slots, ratio)
+    families = ("gaussian", "relu", "integer", "nan", "infinite", "signed_zero")
+    for t in range(40):
+        batch.events(want_state, state)
+        ids, positions = batch.step()
+        live = len(ids)
+        plan = want.plan(LAYERS, ids, positions)
+        lanes = torch.tensor(state.device_lanes(ids), dtype=torch.int64).cuda()
+        numbers = torch.tensor([i or 0 for i in ids], dtype=torch.int64).cuda()
+        table = torch.arange(live * 200, dtype=torch.int32).view(live, 200) + 5
+        step.begin(lanes, numbers, positions.cuda(), table.cuda() if page_slots else None)
+        same_plan(step, plan, positions, table)
+        same_state(state, want_state)
+        scores = scores_of(
+            families[(t + seed) % len(families)], (live * len(LAYERS), rows, slots), generator
+        )
+        best = want.top_k(plan, scores)
+        for layer in range(len(LAYERS)):
+            part = slice(layer * live, (layer + 1) * live)
+            view = step.layer(layer)
+            view.scores.fill_((float("nan"), float("inf"), -1.0)[t % 3])  # poison what is unscored
+            compact_scores(scores[part].cuda(), view.block_list, config.block_size, view.scores)
+            got = step.top_k(layer).cpu().sort(-1).values
+            assert torch.equal(got, best[part].sort(-1).values), f"step {t} layer {layer}"
+        want.defer(plan, scores)
+
+
+def test_a_graph_captured_at_small_lengths_replays_at_any() -> None:
+    config = replace(BASE, block_size=64, top_k=64)
+    slots, sequences, rows, steps = 9000, 4, 2, 30
+    generator = torch.Generator().manual_seed(5)
+    full = scores_of("gaussian", (sequences * len(LAYERS), rows, slots), generator).cuda()
+
+    def build() -> tuple[GpuStep, list[torch.Tensor]]:
+        state = GpuState(LAYERS, sequences=sequences, slots=slots)
+        step = GpuStep(config, state, ratio=1, sequences=sequences, rows=rows)
+        lanes = torch.arange(sequences).cuda()
+        ids = lanes + 50
+        positions = torch.full((sequences, rows), -1).cuda()
+        return step, [lanes, ids, positions]
+
+    def run(step: GpuStep, inputs: list[torch.Tensor]) -> None:
+        step.begin(*inputs)
+        for layer in range(len(LAYERS)):
+            view = step.layer(layer)
+            part = full[layer * sequences : (layer + 1) * sequences]
+            compact_scores(part, view.block_list, 64, view.scores)
+            step.top_k(layer)
+
+    eager, eager_inputs = build()
+    captured, inputs = build()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run(captured, inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(captured, inputs)
+    explored = set()
+    first = torch.tensor([3, 100, 4000, 8000]).cuda()
+    for t in range(steps):
+        positions = torch.stack([first, first + 1], 1)
+        junk = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(3)]
+        del junk
+        for target in (eager_inputs, inputs):
+            target[2].copy_(positions)
+        run(eager, eager_inputs)
+        graph.replay()
+        for name in ("block_list", "row_slots", "slots_out", "warm", "observed_rows"):
+            a, b = getattr(eager, name), getattr(captured, name)
+            assert torch.equal(a, b), f"step {t} {name}: {first_difference(a, b)}"
+        assert same_bits(eager.state.v, captured.state.v)
+        assert same_bits(eager.state.d, captured.state.d)
+        explored.add(tuple(captured.block_list[3].tolist()))
+        first = first + 1 + t % 2
+        if t == 15:
+            first = torch.tensor([7000, 1, 2, 8900]).cuda()
+    assert len(explored) > steps // 2  # exploration moves on in replays
+
+
+def test_decisions_do_not_depend_on_the_place_in_the_batch() -> None:
+    config = replace(BASE, block_size=32, top_k=32)
+    generator = torch.Generator().manual_seed(9)
+    full = scores_of("relu", (6, 1, 3000), generator).cuda()
+
+    def run(order: list[int]) -> list[list[list[int]]]:
+        state = GpuState((0,), sequences=6, slots=3000)
+        step = GpuStep(config, state, ratio=1, sequences=6)
+        index = torch.tensor(order).cuda()
+        found = []
+        for t in range(6):
+            positions = (2000 + 100 * index + t).unsqueeze(1)
+            step.begin(index, index + 10, positions)
+            view = step.layer(0)
+            compact_scores(full[index], view.block_list, 32, view.scores)
+            best = step.top_k(0)
+            rows = torch.cat([view.block_list, best[:, 0]], 1)
+            found.append([rows[order.index(i)].tolist() for i in range(6)])
+        return found
+
+    assert run([0, 1, 2, 3, 4, 5]) == run([4, 2, 0, 5, 1, 3])

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each kernel against the reference, bit for bit, on random and on adversarial inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import FAMILIES, first_difference, random_positions, same_bits, scores_of
+
+from spin_trtllm import native, ops, reference
+from spin_trtllm.geometry import count_blocks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+SLOTS = (1, 7, 33, 64, 65, 129, 2047, 2048, 2049, 4097, 6000)
+
+
+def draw(seed: int) -> tuple[torch.Generator, int, int, int, int, int]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(options: tuple[int, ...]) -> int:
+        return options[int(torch.randint(0, len(options), (1,), generator=generator))]
+
+    slots, block = pick(SLOTS), pick((8, 16, 32, 64, 128))
+    return generator, slots, block, pick((1, 2, 4)), pick((1, 2, 4, 8)), pick((1, 3, 5))
+
+
+def random_state(
+    family: str, lanes: int, slots: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    v = scores_of(family, (lanes, slots), generator).nan_to_num(0.0, 3e38, -3e38).to(dtype)
+    d = scores_of(family, (lanes, slots + 1), generator).nan_to_num(0.0, 3e38, -3e38).to(dtype)
+    return v, d
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_predict_blocks_equals_the_reference(seed: int) -> None:
+    generator, slots, block, ratio, rows, sequences = draw(seed)
+    dtype = (torch.float32, torch.bfloat16)[seed % 2]
+    v, d = random_state(FAMILIES[seed % len(FAMILIES)], sequences + 2, slots, dtype, generator)
+    lanes = torch.randperm(sequences + 2, generator=generator)[:sequences]
+    positions = random_positions(sequences, rows, slots, ratio, generator)
+    given = (v, d, lanes, positions)
+    for pooling in ("max", "top4", "mean"):
+        options = {"ratio": ratio, "block_size_slots": block, "pooling": pooling}
+        got = ops.predict_blocks(*(t.cuda() for t in given), **options).cpu()
+        want = reference.predict_blocks(*given, **options)
+        if pooling == "max":
+            assert torch.equal(got, want), first_difference(got, want)
+        elif FAMILIES[seed % len(FAMILIES)] not in (
+            "huge",
+            "infinite",
+        ):  # SPEC leaves the order open
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-37)
+
+
+@pytest.mark.parametrize("seed", range(96))
+def test_observe_scores_equals_the_reference(seed: int) -> None:
+    generator, slots, block, ratio, rows, sequences = draw(seed)
+    dtype = (torch.float32, torch.bfloat16)[seed % 2]
+    v, d = random_state("gaussian", sequences + 2, slots, dtype, generator)
+    lanes = torch.randperm(sequences + 2, generator=generator)[:sequences]
+    positions = random_positions(sequences, rows, slots, ratio, generator)
+    scores = scores_of(FAMILIES[seed % len(FAMILIES)], (sequences, rows, slots), generator)
+    blocks = torch.rand(sequences, count_blocks(slots, block), generator=generator) < 0.6
+    accepted = torch.randint(-1, rows, (sequences,), generator=generator)
+    options = {
+        "ratio": ratio,
+        "block_size_slots": block,
+        "ema_decay": (0.5, 0.0, 0.7)[seed % 3],
+        "update_policy": ("prefix", "row0")[seed % 5 == 0],
+    }
+    given = (lanes, scores, blocks, positions, accepted)
+    got_v, got_d = v.cuda(), d.cuda()
+    ops.observe_scores(got_v, got_d, *(t.cuda() for t in given), **options)
+    reference.observe_scores(v, d, *given, **options)
+    assert same_bits(got_v, v), first_difference(got_v, v)
+    assert same_bits(got_d, d), first_difference(got_d, d)
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_select_blocks_equals_the_reference(seed: int) -> None:
+    generator, slots, block, ratio, rows, sequences = draw(seed)
+    family = [f for f in FAMILIES if f != "nan"][seed % (len(FAMILIES) - 1)]
+    blocks = count_blocks(slots, block)
+    given = (
+        scores_of(family, (sequences, rows, blocks), generator),
+        random_positions(sequences, rows, slots, ratio, generator),
+        torch.rand(sequences, generator=generator) < 0.8,
+        torch.randint(-(2**62), 2**62, (sequences,), generator=generator),
+        torch.randint(0, 61, (sequences,), generator=generator),
+    )
+    options = {
+        "ratio": ratio,
+        "block_size_slots": block,
+        "top_k": (8, 64, 512, 2048)[seed % 4],
+        "sparsity_ppm": (400_000, 0, 900_000, 999_999)[seed // 4 % 4],
+        "exploration_ppm": (50_000, 0, 1_000_000)[seed % 3],
+        "seed": (0, 2**64 - 1, 12345)[seed % 3],
+        "mask_policy": ("union", "row0")[seed % 2],
+    }
+    got = ops.select_blocks(*(t.cuda() for t in given), **options)
+    want = reference.select_blocks(*given, **options)
+    for name in ("row_blocks", "explored_blocks", "blocks"):
+        a, b = getattr(got, name), getattr(want, name)
+        assert torch.equal(a.cpu(), b), f"{name}: {first_difference(a, b)}"
+
+
+@pytest.mark.parametrize(("blocks", "block"), [(4096, 64), (16384, 16), (16383, 8)])
+def test_select_blocks_at_capacity(blocks: int, block: int) -> None:
+    generator = torch.Generator().manual_seed(blocks)
+    positions = torch.tensor([[blocks * block * 4 - 1], [blocks * block - 5], [3]])
+    for family in ("gaussian", "relu", "equal"):
+        given = (
+            scores_of(family, (3, 1, blocks), generator),
+            positions,
+            torch.ones(3, dtype=torch.bool),
+            torch.tensor([7, 8, 9]),
+            torch.tensor([0, 1, 60]),
+        )
+        options = {
+            "ratio": 4,
+            "block_size_slots": block,
+            "top_k": 512,
+            "sparsity_ppm": 400_000,
+            "exploration_ppm": 50_000,
+            "seed": 1,
+        }
+        got = ops.select_blocks(*(t.cuda() for t in given), **options)
+        want = reference.select_blocks(*given, **options)
+        assert torch.equal(got.blocks.cpu(), want.blocks)
+        assert torch.equal(got.explored_blocks.cpu(), want.explored_blocks)
+
+
+@pytest.mark.parametrize("seed", range(96))
+def test_topk_slots_equals_the_reference(seed: int) -> None:
+    generator, slots, block, ratio, rows, sequences = draw(seed)
+    if seed % 4 == 0:
+        slots = (9000, 20000, 40001)[seed // 4 % 3]  # past what one block of threads holds
+    top_k = (1, 8, 512, 1024, 2048)[seed % 5]
+    scores = scores_of(FAMILIES[seed % len(FAMILIES)], (sequences, rows, slots), generator)
+    positions = random_positions(sequences, rows, slots, ratio, generator)
+    blocks = torch.rand(sequences, count_blocks(slots, block), generator=generator) < 0.6
+    scored = reference.topk_slots.__globals__["scored_slots"](
+        blocks, positions, slots, ratio=ratio, block_size_slots=block
+    )
+    poison = torch.where(torch.rand(scores.shape, generator=generator) < 0.5, float("nan"), 3e38)
+    given = (torch.where(scored, scores, poison), blocks, positions)
+    options = {"top_k": top_k, "ratio": ratio, "block_size_slots": block}
+    got = ops.topk_slots(*(t.cuda() for t in given), **options).cpu()
+    want = reference.topk_slots(*given, **options)
+    assert torch.equal(got.sort(-1).values, want.sort(-1).values)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("rows", "slots", "top_k"),
+    [
+        (1, 20_000, 512),
+        (1, 157_000, 512),
+        (40, 78_643, 512),
+        (3, 262_144, 2048),
+        (2, 2**20, 1024),
+        (300, 9001, 512),
+    ],
+)
+def test_topk_of_long_rows(family: str, rows: int, slots: int, top_k: int) -> None:
+    generator = torch.Generator().manual_seed(slots + rows)
+    block = 64
+    width = count_blocks(slots, block) * block
+    scores = scores_of(family, (rows, 1, width), generator).cuda()
+    lengths = torch.randint(slots // 2, slots + 1, (rows, 1), generator=generator).cuda()
+    lengths[0] = slots
+    best = torch.full((rows, 1, top_k), -7, dtype=torch.int32, device="cuda")
+
+    def run() -> torch.Tensor:
+        native.call(
+            "topk_slots",
+            native.stream_of(scores),
+            scores=scores,
+            row_slots=lengths.int(),
+            slots_out=best,
+            score_stride=width,
+            entries=rows,
+            rows=1,
+            blocks=width // block,
+            block_size=block,
+            top_k=top_k,
+        )
+        return best.clone()
+
+    want = reference.topk_slots(
+        scores,
+        torch.ones(rows, width // block, dtype=torch.bool, device="cuda"),
+        lengths.long() - 1,
+        top_k=top_k,
+        ratio=1,
+        block_size_slots=block,
+    )
+    got = run()
+    wrong = (got.sort(-1).values != want.sort(-1).values).any(-1).nonzero()
+    assert not len(wrong), f"rows {wrong[:4].tolist()}"
+    assert all(torch.equal(got, run()) for _ in range(20))  # and in the same order
+
+
+def test_operators_trace_without_data() -> None:
+    generator = torch.Generator().manual_seed(0)
+    v, d = random_state("gaussian", 2, 200, torch.bfloat16, generator)
+    given = (v.cuda(), d.cuda(), torch.tensor([1]).cuda(), torch.tensor([[500]]).cuda())
+
+    def predict(*tensors: torch.Tensor) -> torch.Tensor:
+        return ops.predict_blocks(*tensors, ratio=4, block_size_slots=64) * 2
+
+    compiled = torch.compile(predict, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*given), predict(*given))
+
+
+@pytest.mark.parametrize("sequences", [0, 1, 33, 96, 256])
+def test_batches_whose_rows_see_nothing(sequences: int) -> None:
+    positions = torch.arange(3).repeat(sequences)[:sequences].unsqueeze(1).cuda()  # N = 0 at r = 4
+    scores = torch.full((sequences, 1, 100), float("nan"), device="cuda")
+    blocks = torch.ones(sequences, 2, dtype=torch.bool, device="cuda")
+    best = ops.topk_slots(scores, blocks, positions, top_k=8, ratio=4, block_size_slots=64)
+    assert best.shape == (sequences, 1, 8)
+    assert bool((best == -1).all())
+    ids = torch.zeros(sequences, dtype=torch.int64, device="cuda")
+    chosen = ops.select_blocks(
+        torch.zeros(sequences, 1, 2, device="cuda"),
+        positions,
+        ids == 0,
+        ids,
+        ids,
+        ratio=4,
+        block_size_slots=64,
+        top_k=8,
+        sparsity_ppm=400_000,
+        exploration_ppm=50_000,
+        seed=0,
+    )
+    assert not bool(chosen.blocks.any())

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public operators on a CPU: the reference's results, named refusals, and fake tensors."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from spin_trtllm import ops, reference
+from spin_trtllm.errors import SpinError
+from spin_trtllm.ops.checks import padded_rows, row_stride
+from spin_trtllm.ops.topk_slots import count_scored, list_blocks
+
+GEOMETRY = {"ratio": 4, "block_size_slots": 16}
+SEQUENCES, ROWS, SLOTS, BLOCKS = 3, 2, 100, 7
+
+
+def arguments(stem: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and options of a small legal call."""
+    generator = torch.Generator().manual_seed(1)
+    lanes = torch.tensor([2, 0, 3])
+    positions = torch.tensor([[300, 301], [60, -1], [-1, -1]])
+    v = torch.randn(5, SLOTS, generator=generator)
+    d = torch.randn(5, SLOTS + 1, generator=generator)
+    scores = torch.randn(SEQUENCES, ROWS, SLOTS, generator=generator)
+    blocks = torch.rand(SEQUENCES, BLOCKS, generator=generator) < 0.7
+    ids = torch.tensor([7, 8, 9])
+    state = {"v": v, "d": d, "lanes": lanes}
+    if stem == "predict_blocks":
+        return {**state, "positions_tokens": positions}, dict(GEOMETRY)
+    if stem == "observe_scores":
+        tensors = {"scores": scores, "blocks": blocks, "positions_tokens": positions}
+        accepted = torch.tensor([1, 0, -1])
+        return {**state, **tensors, "accepted": accepted}, {**GEOMETRY, "ema_decay": 0.5}
+    if stem == "topk_slots":
+        tensors = {"scores": scores, "blocks": blocks, "positions_tokens": positions}
+        return tensors, {**GEOMETRY, "top_k": 8}
+    tensors = {
+        "block_scores": torch.randn(SEQUENCES, ROWS, BLOCKS, generator=generator),
+        "positions_tokens": positions,
+        "warm": torch.tensor([True, False, True]),
+        "sequence_ids": ids,
+        "layers": ids,
+    }
+    budget = {"top_k": 8, "sparsity_ppm": 400_000, "exploration_ppm": 50_000, "seed": 2**64 - 1}
+    return tensors, {**GEOMETRY, **budget}
+
+
+STEMS = ("predict_blocks", "observe_scores", "topk_slots", "select_blocks")
+
+
+def clones(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_cpu_runs_the_reference(stem: str) -> None:
+    tensors, options = arguments(stem)
+    mine, theirs = clones(tensors), clones(tensors)
+    got = getattr(ops, stem)(**mine, **options)
+    want = getattr(reference, stem)(**theirs, **options)
+    if stem == "select_blocks":
+        for name in ("blocks", "row_blocks", "explored_blocks"):
+            assert torch.equal(getattr(got, name), getattr(want, name))
+    elif stem == "observe_scores":
+        assert torch.equal(mine["v"], theirs["v"])
+        assert torch.equal(mine["d"], theirs["d"])
+    else:
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_wrong_tensor_is_named(stem: str) -> None:
+    tensors, options = arguments(stem)
+    for name, tensor in tensors.items():
+        bad = {**tensors, name: tensor.unsqueeze(0)}
+        with pytest.raises(SpinError, match=f"^{name}:"):
+            getattr(ops, stem)(**bad, **options)
+        bad = {**tensors, name: tensor.to(torch.float64)}
+        with pytest.raises(SpinError, match=rf"^{'d' if name == 'v' else name}:|^v:"):
+            getattr(ops, stem)(**bad, **options)
+
+
+@pytest.mark.parametrize(
+    ("stem", "option", "value"),
+    [
+        *((stem, "ratio", 0) for stem in STEMS),
+        *((stem, "block_size_slots", 48) for stem in ("predict_blocks", "select_blocks")),
+        ("predict_blocks", "pooling", "median"),
+        ("observe_scores", "update_policy", "last"),
+        ("observe_scores", "ema_decay", 1.0),
+        ("topk_slots", "top_k", 2049),
+        ("select_blocks", "top_k", 0),
+        ("select_blocks", "sparsity_ppm", 1_000_000),
+        ("select_blocks", "exploration_ppm", -1),
+        ("select_blocks", "mask_policy", "all"),
+    ],
+)
+def test_a_wrong_option_is_named(stem: str, option: str, value: object) -> None:
+    tensors, options = arguments(stem)
+    with pytest.raises(SpinError, match=f"^{option}:"):
+        getattr(ops, stem)(**tensors, **{**options, option: value})
+
+
+def test_tensors_on_two_devices_are_refused() -> None:
+    tensors, options = arguments("predict_blocks")
+    tensors["lanes"] = tensors["lanes"].to("meta")
+    with pytest.raises(SpinError, match=r"^lanes: got .meta"):
+        ops.predict_blocks(**tensors, **options)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_operators_compile_without_graph_breaks(stem: str) -> None:
+    tensors, options = arguments(stem)
+    function = functools.partial(getattr(ops, stem), **options)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    mine, theirs = clones(tensors), clones(tensors)
+    got, want = compiled(**mine), function(**theirs)
+    if isinstance(want, torch.Tensor):
+        assert torch.equal(got, want)
+    elif want is not None:
+        assert torch.equal(got.blocks, want.blocks)
+    else:
+        assert torch.equal(mine["d"], theirs["d"])
+
+
+def test_lists_and_counts_of_a_mask() -> None:
+    blocks = torch.tensor([[True, False, True, True], [False] * 4])
+    assert list_blocks(blocks).tolist() == [[0, 2, 3, -1], [-1] * 4]
+    positions = torch.tensor([[50, -1], [50, 51]])
+    counts = count_scored(blocks, positions, 60, ratio=1, block_size=16)
+    assert counts.tolist() == [[35, 0], [0, 0]]
+
+
+def test_rows_are_padded_only_where_needed() -> None:
+    fitting = torch.zeros(3, 16)
+    assert padded_rows(fitting, 16) is fitting
+    narrow = torch.arange(30.0).view(3, 10)
+    padded = padded_rows(narrow, 10)
+    assert row_stride(padded) == 16
+    assert torch.equal(padded[:, :10], narrow)
+    assert row_stride(torch.zeros(1, 24)) == 24
