@@ -633,6 +633,20 @@ def test_tisa_refreshes_in_turn_and_reads_cached_scores(tmp_path: Path, capsys: 
     assert metrics["mean_miss"] > 0
 
 
+def test_tisa_caches_the_last_accepted_row(tmp_path: Path, capsys: Capture) -> None:
+    trace = make_trace(steps=14, first=90)
+    options = ["--policy", "tisa", "--block-size", 8, "--sparsity", 0.5]
+    _, dump = replay(capsys, save(tmp_path, trace), *options)
+    cache = np.full((2, trace["scores"].shape[-1]), NEG_INF)
+    scores = np.nan_to_num(trace["scores"], nan=NEG_INF)
+    for t, layer in np.ndindex(14, 2):
+        fresh = np.repeat(dump["blocks"][t, layer], 8)[: cache.shape[1]]
+        for r, position in enumerate(trace["positions"][t]):
+            mixed = np.where(fresh, scores[t, layer, r], cache[layer])[: position + 1]
+            assert dump["topk"][t, layer, r].tolist() == truth_of(mixed, 6)
+        cache[layer] = np.where(fresh, scores[t, layer, trace["accepted"][t]], cache[layer])
+
+
 def test_tisa_starts_over_after_a_jump(tmp_path: Path, capsys: Capture) -> None:
     trace = make_trace(steps=9, first=90, jumps=(5,))
     options = ["--policy", "tisa", "--block-size", 8, "--sparsity", 0.6]
