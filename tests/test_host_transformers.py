@@ -32,6 +32,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACa
 from spin_trtllm import SpinConfig, SpinError, SpinState, SpinStep
 from spin_trtllm.generate import forward, prefill
 from spin_trtllm.hosts.transformers import SpinSession, enable, load_model
+from spin_trtllm.hosts.transformers.call import gather_keys, scatter_scores
 from spin_trtllm.replay.run import replay
 from spin_trtllm.replay.trace import Trace
 
@@ -88,6 +89,21 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor], *names: str) -> bool:
 
 def indexers(model: torch.nn.Module) -> dict[int, Any]:
     return {n: model.model.layers[n].self_attn.compressor.indexer for n in CSA_LAYERS}
+
+
+def broken(*_: Any, **__: Any) -> None:
+    raise ZeroDivisionError("made up")
+
+
+def fail_at(position: int, observe: Callable[..., None]) -> Callable[..., None]:
+    """`SpinStep.observe` that breaks in the last layer of one step."""
+
+    def fail(step: SpinStep, plan: Any, *rest: Any) -> None:
+        if plan.layers == CSA_LAYERS[-1:] and int(plan.positions_tokens[0, 0]) == position:
+            broken()
+        observe(step, plan, *rest)
+
+    return fail
 
 
 # ---------------------------------------------------------------- off means off
@@ -205,6 +221,17 @@ def test_only_kept_keys_reach_the_scorer_and_score_as_before(model: torch.nn.Mod
     assert session.stats.dense_slots_scored == sum(keys for _, keys, _ in seen)
 
 
+def test_rows_that_keep_different_numbers_of_slots() -> None:
+    kept = torch.tensor([[True, False, True, True], [False, False, False, True]])
+    keys = torch.arange(8.0).view(2, 4, 1)
+    slots, narrowed = gather_keys(keys, kept)
+    assert slots[0].tolist() == [0, 2, 3]
+    assert slots[1, 0] == 3
+    scores = scatter_scores(narrowed.transpose(1, 2), slots, kept)
+    none = float("-inf")
+    assert scores[:, 0].tolist() == [[0, none, 2, 3], [none, none, none, 7]]
+
+
 @pytest.mark.parametrize("sparsity", [0.3, 0.9])
 def test_every_pick_lies_in_a_kept_block(
     model: torch.nn.Module, sparsity: float, tmp_path: Path
@@ -308,6 +335,21 @@ def test_capture_starts_over_where_positions_do_not_show_a_reset(
     assert trace.positions_tokens[:, 0].tolist() == list(range(505, 509))
     replay(trace, SPARSE, dump=tmp_path / "replayed")
     assert same(load_file(tmp_path / "replayed"), dump_of(session, tmp_path))
+
+
+def test_capture_drops_a_sequence_whose_layers_disagree(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strict, a step failed halfway and the caller went on: one layer is cold, the other warm."""
+    with enable(model, SPARSE, capture=True, strict=True) as session:
+        cache, _ = prefill(model, random_ids(PROMPT_TOKENS))
+        feed(model, cache, random_ids(3, seed=1))
+        monkeypatch.setattr(SpinStep, "observe", fail_at(503, SpinStep.observe))
+        with pytest.raises(ZeroDivisionError):
+            feed(model, cache, random_ids(1, seed=2))
+        assert session.capture.sequence_ids == [0]
+        feed(model, cache, random_ids(2, seed=3))
+        assert session.capture.sequence_ids == []
 
 
 def test_nan_scores_are_never_selected_observed_or_written(
@@ -471,10 +513,6 @@ def test_names_are_given_to_the_next_new_cache(model: torch.nn.Module) -> None:
 # ---------------------------------------------------------------- the serving rule
 
 
-def broken(*_: Any, **__: Any) -> None:
-    raise ZeroDivisionError("made up")
-
-
 @pytest.mark.parametrize("part", ["plan", "top_k", "observe"])
 def test_an_unexpected_exception_falls_back_to_dense(
     model: torch.nn.Module,
@@ -499,14 +537,7 @@ def test_spin_comes_back_after_a_fallback(
     model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A failure in the last layer: all layers are cold, and the capture starts over with them."""
-    observe = SpinStep.observe
-
-    def fail_once(step: SpinStep, plan: Any, *rest: Any) -> None:
-        if plan.layers == CSA_LAYERS[-1:] and int(plan.positions_tokens[0, 0]) == 505:
-            broken()
-        observe(step, plan, *rest)
-
-    monkeypatch.setattr(SpinStep, "observe", fail_once)
+    monkeypatch.setattr(SpinStep, "observe", fail_at(505, SpinStep.observe))
     with enable(model, SPARSE, capture=True) as session:
         run(model, random_ids(PROMPT_TOKENS), random_ids(12, seed=1))
     assert session.stats.fallbacks == {"ZeroDivisionError": 1}
