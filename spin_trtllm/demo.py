@@ -69,7 +69,7 @@ _TEXT_FIGURES = (
 _RECALL_FIGURES = ("queries", "exact_dense", "exact_spin")
 
 # key of a part: label, in the order of the table
-_LABELS = {
+LABELS = {
     "prompt_tokens": "prompt tokens",
     "steps": "decode steps",
     "cold_steps": "cold steps",
@@ -321,6 +321,13 @@ def environment(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
+def show_figure(value: object) -> str:
+    """A figure as the table has it; `-` for one that a part does not have."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}"
+
+
 def license_text() -> bytes:
     """The clone's Apache License: long, fixed, and free to feed to a model.
 
@@ -397,15 +404,9 @@ def _print_table(console: Console, parts: dict[str, dict[str, Any]]) -> None:
     table.add_column("figure")
     for name in parts:
         table.add_column(name, justify="right")
-    for key, label in _LABELS.items():
-        table.add_row(label, *(_show(part.get(key)) for part in parts.values()))
+    for key, label in LABELS.items():
+        table.add_row(label, *(show_figure(part.get(key)) for part in parts.values()))
     console.print(table)
-
-
-def _show(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}"
 
 
 def _heading(console: Console, title: str) -> None:

@@ -5,21 +5,57 @@ import json
 import re
 from pathlib import Path
 
+import click
 import pytest
 
+from spin_trtllm import cli, demo
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.replay.run import replay
 from spin_trtllm.replay.trace import Trace
 
 ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DEMO_RESULT = ROOT / "benchmarks" / "results" / "demo-cpu.json"
 TRACE_FORMAT = ROOT / "docs" / "trace-format.md"
 ALGORITHM = ROOT / "docs" / "algorithm.md"
-DOCUMENTS = [TRACE_FORMAT, ALGORITHM, ROOT / "benchmarks/tiny_model/README.md"]
+DOCUMENTS = [README, TRACE_FORMAT, ALGORITHM, ROOT / "benchmarks/tiny_model/README.md"]
 
 
 def blocks(document: Path, language: str) -> list[str]:
     text = document.read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_readme_example(monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(ROOT)
+    (example,) = blocks(README, "python")
+    assert len([line for line in example.splitlines() if line and "import" not in line]) <= 10
+    exec(compile(example, str(README), "exec"), {})
+    sparsity, miss = capsys.readouterr().out.splitlines()[-1].split()
+    assert float(sparsity) == pytest.approx(0.375, abs=0.03)  # 6 of 16 blocks
+    assert 0 <= float(miss) < 0.5
+
+
+def test_readme_quotes_the_committed_demo():
+    result = json.loads(DEMO_RESULT.read_text(encoding="utf-8"))
+    text = README.read_text(encoding="utf-8")
+    for key, label in demo.LABELS.items():
+        recall, continued = (
+            demo.show_figure(result["parts"][part].get(key)) for part in ("recall", "text")
+        )
+        assert f"\n| {label} | {recall} | {continued} |\n" in text
+    assert result["environment"]["date"] in text
+    assert f"transformers {result['environment']['versions']['transformers']}" in text
+
+
+def test_readme_lists_every_command():
+    text = README.read_text(encoding="utf-8")
+    shown = re.findall(
+        r"^\| `([\w-]+)", text.split("## Command line")[1].split("\n## ")[0], re.MULTILINE
+    )
+    commands = cli.cli.list_commands(click.Context(cli.cli))
+    assert sorted(shown) == sorted(commands)
 
 
 def test_trace_example(tmp_path, monkeypatch):
