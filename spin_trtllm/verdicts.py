@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spin_trtllm.build.target import TARGET_SMS
 from spin_trtllm.probe import Report
 
 _GPU = "run on a Hopper or Blackwell GPU"
+_NO_HOOKS = "serve dense for now; TensorRT-LLM 1.3.0rc24 .. 1.4.0rc4 is what the hooks are made for"
+_EMBEDDED = "use the embedded host: spin-trtllm generate"
 _MINIMUM_SM = 90  # the kernels use clusters
 _KERNELS = "make kernels in a clone, or reinstall spin-trtllm from source; both need nvcc"
 
@@ -79,34 +80,26 @@ def _trtllm_serve(report: Report) -> Verdict:
     use = "trtllm-serve with SPIN"
     host = report.host("tensorrt_llm")
     if not host.found:
-        fix = "use a TensorRT-LLM container, 1.3.0rc24 or newer, and install spin-trtllm in it"
-        return Verdict(use, False, "tensorrt_llm is not installed", fix)
+        return Verdict(use, False, "tensorrt_llm is not installed", _NO_HOOKS)
     if not host.matches:
         why = f"tensorrt_llm {host.version}: {host.hooks[0].name} {host.hooks[0].note}"
-        return Verdict(use, False, why, "use TensorRT-LLM 1.3.0rc24 .. 1.4.0rc4; others run dense")
-    if not any(device.sm in TARGET_SMS for device in report.devices):
-        wanted = ", ".join(f"sm_{sm}" for sm in TARGET_SMS)
-        return Verdict(use, False, f"no GPU of {wanted}", _GPU)
-    return Verdict(use, True, f"tensorrt_llm {host.version}, hook point matches")
+        return Verdict(use, False, why, _NO_HOOKS)
+    why = f"tensorrt_llm {host.version} has the hook point; this version does not use it yet"
+    return Verdict(use, False, why, _NO_HOOKS)
 
 
 def _tensorrt_plugin(report: Report) -> Verdict:
-    use = "TensorRT plugin"
-    runtimes = [report.host(name) for name in ("tensorrt", "tensorrt_lean", "tensorrt_rtx")]
-    found = [host for host in runtimes if host.found]
-    if not found:
-        why = "no TensorRT runtime is installed"
-        return Verdict(use, False, why, "pip install 'spin-trtllm[tensorrt]'")
-    if not report.kernel_library.found:
-        return Verdict(use, False, "the kernel library, which holds it, is not built", _KERNELS)
-    return Verdict(use, True, ", ".join(f"{host.name} {host.version}" for host in found))
+    names = ("tensorrt", "tensorrt_lean", "tensorrt_rtx")
+    return _planned(report, "TensorRT plugin", names)
 
 
 def _triton(report: Report) -> Verdict:
-    use = "Triton Inference Server"
     names = ("tritonserver (program)", "tritonserver", "pytriton")
+    return _planned(report, "Triton Inference Server", names)
+
+
+def _planned(report: Report, use: str, names: tuple[str, ...]) -> Verdict:
+    """A use that this version does not offer, whatever is installed."""
     found = [name for name in names if report.host(name).found]
-    if not found:
-        fix = "use a Triton container, or pip install nvidia-pytriton"
-        return Verdict(use, False, "no Triton server is installed", fix)
-    return Verdict(use, True, f"found {', '.join(found)}")
+    have = f"found {', '.join(found)}" if found else "none installed"
+    return Verdict(use, False, f"planned, not in this version ({have})", _EMBEDDED)

@@ -81,9 +81,10 @@ def verdict(use: str, **changes: Any) -> Verdict:
     return next(v for v in verdicts(report) if v.use.startswith(use))
 
 
-def replaced(host: Host) -> tuple[Host, ...]:
-    """This machine's hosts, with one of them replaced."""
-    return tuple(host if host.name == other.name else other for other in probe().hosts)
+def replaced(*hosts: Host) -> tuple[Host, ...]:
+    """This machine's hosts, with some of them replaced."""
+    given = {host.name: host for host in hosts}
+    return tuple(given.get(other.name, other) for other in probe().hosts)
 
 
 def test_json_is_one_object_with_stable_keys() -> None:
@@ -207,19 +208,18 @@ def test_their_own_build_is_found(install: Any) -> None:
     assert verdict("trtllm-build without").runs
 
 
-@pytest.mark.parametrize(
-    ("host", "library", "runs"),
-    [
-        (Host("tensorrt", True, "11.4.0"), True, True),
-        (Host("tensorrt_lean", True, "11.4.0"), False, False),
-        (Host("tensorrt", False, None), True, False),
-    ],
-)
-def test_the_tensorrt_plugin_needs_a_runtime_and_the_library(
-    host: Host, library: bool, runs: bool
-) -> None:
-    kernels = KernelLibrary(library, "")
-    assert verdict("TensorRT", hosts=replaced(host), kernel_library=kernels).runs is runs
+def test_what_is_planned_is_never_promised() -> None:
+    """With everything installed, what this version lacks is still said not to run."""
+    everything = replaced(
+        Host("tensorrt", True, "11.4.0"),
+        Host("tensorrt_llm", True, "1.4.0rc4"),
+        Host("tritonserver", True, "2.51"),
+    )
+    for use in ("trtllm-serve", "TensorRT plugin", "Triton"):
+        found = verdict(use, devices=H200, hosts=everything, kernel_library=KernelLibrary(True, ""))
+        assert not found.runs
+        assert "this version" in found.why
+        assert found.fix
 
 
 def test_a_triton_server_on_the_path_is_found(
@@ -229,7 +229,7 @@ def test_a_triton_server_on_the_path_is_found(
     (tmp_path / "tritonserver").write_text("#!/bin/sh\n")
     (tmp_path / "tritonserver").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert verdict("Triton").why == "found tritonserver (program)"
+    assert "found tritonserver (program)" in verdict("Triton").why
 
 
 def test_devices_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,12 +262,6 @@ def test_kernels_need_a_device_and_the_library(
 ) -> None:
     kernels = KernelLibrary(library, "")
     assert verdict("CUDA kernels", devices=devices, kernel_library=kernels).runs is runs
-
-
-@pytest.mark.parametrize(("devices", "runs"), [((), False), (A100, False), (H200, True)])
-def test_serving_needs_a_supported_gpu(devices: tuple[Device, ...], runs: bool) -> None:
-    hosts = replaced(Host("tensorrt_llm", True, "1.4.0rc4"))
-    assert verdict("trtllm-serve", devices=devices, hosts=hosts).runs is runs
 
 
 def test_the_kernel_library_is_asked_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
