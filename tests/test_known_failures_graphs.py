@@ -83,6 +83,9 @@ def test_no_rows_through_every_operation() -> None:
     scores = ops.score_slots(query, keys, weights, blocks, positions, **sizes)
     assert scores.shape == (0, 2, 20)
     assert ops.topk_slots(scores, blocks, positions, top_k=8, **sizes).shape == (0, 2, 8)
+    no_slots = torch.zeros(3, 2, 0), torch.zeros(3, 0, dtype=torch.bool)
+    best = ops.topk_slots(*no_slots, torch.zeros(3, 2, dtype=torch.int64), top_k=8, **sizes)
+    assert best.tolist() == [[[-1] * 8] * 2] * 3
     ops.observe_scores(v, d, none, scores, blocks, positions, none, **sizes, ema_decay=0.5)
     assert torch.equal(v, torch.ones(3, 20))
     assert torch.equal(d, torch.ones(3, 21))

@@ -39,12 +39,13 @@ def test_a_plateau_of_zeros_goes_to_the_lowest_slots(slots: int, negative_zeros:
         assert best[0, 0].tolist() == expected
 
 
+@pytest.mark.parametrize("level", [0.0, float("-inf")])
 @pytest.mark.parametrize("top_k", [20, 30])
-def test_equal_scores_outside_the_kept_blocks_take_no_place(top_k: int) -> None:
+def test_equal_scores_outside_the_kept_blocks_take_no_place(top_k: int, level: float) -> None:
     """sgl-project/sglang #31115: the plateau has holes where nothing was scored."""
     blocks = torch.tensor([[True, False, True, False, True]])
     best = ops.topk_slots(
-        torch.zeros(1, 1, 40),
+        torch.full((1, 1, 40), level),
         blocks,
         torch.tensor([[38]]),
         top_k=top_k,

@@ -185,7 +185,7 @@ def test_rows_that_no_draft_can_have_are_refused(positions: list[int]) -> None:
         new_step().plan((3,), [7], torch.tensor([positions]))
 
 
-@pytest.mark.parametrize("positions", [*NO_DRAFT, [20, 21, -1], [22, 23, 24]])
+@pytest.mark.parametrize("positions", [*NO_DRAFT, [20, 21, -1], [18, 20, 21], [22, 23, 24]])
 def test_a_trace_holds_only_rows_of_a_draft(positions: list[int], tmp_path: Path) -> None:
     """NVIDIA/TensorRT-LLM #12657: the same rows, and a slot past the end, read from a file."""
     trace = tiny_trace(np.zeros((2, 1, 3, 24), dtype=np.float32), [[17, 18, 19], positions])
