@@ -75,7 +75,7 @@ _KINDS: dict[str, Any] = {
 
 STATE_DTYPES = {torch.bfloat16: 0, torch.float32: 1}
 POOLINGS = {"max": 0, "top4": 1, "mean": 2}
-TILE_SLOTS = 2048  # SPIN_ADVANCE_TILE_SLOTS
+TILE_SLOTS = 256  # SPIN_ADVANCE_TILE_SLOTS
 MAX_ROWS = 8
 MAX_TOP_K = 2048
 

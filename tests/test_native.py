@@ -71,7 +71,7 @@ def good(stem: str) -> dict[str, Any]:
         "blocks": 16,
         "ratio": 4,
         "block_size": 64,
-        "tiles": 1,
+        "tiles": 4,
         "lanes_total": 8,
         "lane_stride": 4,
         "top_k": 512,

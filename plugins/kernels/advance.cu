@@ -76,7 +76,8 @@ int run(const SpinAdvanceParams& p, cudaStream_t stream) {
     if (status != SPIN_OK)
         return status;
     const dim3 grid(static_cast<unsigned>(p.entries), tile_workers(p.entries, p.tiles));
-    return launch(update_tiles<State, true>, grid, kTileThreads, 0, 1, stream, a);
+    const auto kernel = p.rows == 1 ? update_tiles<State, true, 1> : update_tiles<State, true, 0>;
+    return launch(kernel, grid, kTileThreads, 0, 1, stream, a);
 }
 
 }  // namespace

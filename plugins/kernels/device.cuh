@@ -32,19 +32,26 @@ __device__ __forceinline__ bool is_finite(float x) {
     return fabsf(x) <= __int_as_float(0x7f7fffff);
 }
 
+// Token positions have 64 bits but seldom need them, and a long division takes its time.
+__device__ __forceinline__ int64_t divide(int64_t positive, int32_t by) {
+    return positive >> 32 == 0 ? static_cast<uint32_t>(positive) / static_cast<uint32_t>(by)
+                               : positive / by;
+}
+
 // SPEC 1: N(p) and q(p). A padding row (-1) sees nothing; its query slot is never used.
 __device__ __forceinline__ int64_t visible_slots(int64_t position, int32_t ratio) {
-    return position < 0 ? 0 : (position + 1) / ratio;
+    return position < 0 ? 0 : divide(position + 1, ratio);
 }
 __device__ __forceinline__ int64_t query_slot(int64_t position, int32_t ratio) {
-    return position < 0 ? 0 : position / ratio;
+    return position < 0 ? 0 : divide(position, ratio);
 }
 
 // The lane of entry e, or -1.
 __device__ __forceinline__ int64_t entry_lane(const int64_t* lanes, int64_t lane_stride,
                                               int32_t sequences, int64_t e) {
-    const int64_t lane = lanes[e % sequences];
-    return lane < 0 ? -1 : lane + e / sequences * lane_stride;
+    const uint32_t entry = static_cast<uint32_t>(e), each = static_cast<uint32_t>(sequences);
+    const int64_t lane = lanes[entry % each];
+    return lane < 0 ? -1 : lane + entry / each * lane_stride;
 }
 
 // Unsigned integers in the order of the floats. -0.0 equals 0.0 and NaN equals -inf.
@@ -63,59 +70,124 @@ __device__ __forceinline__ float float_of_key(uint32_t key) {
 template <typename State>
 struct Chunk;
 
+// A state learns from y = gain * score: decay * state + y, products and sum each rounded, since a
+// fused multiply-add would give other bits (SPEC 5). What is not finite leaves no trace.
+__device__ __forceinline__ float average(float state, float y, float decay) {
+    return is_finite(y) ? __fadd_rn(__fmul_rn(state, decay), y) : state;
+}
+
 template <>
 struct Chunk<__nv_bfloat16> {
-    uint4 raw;
-    __device__ void load(const __nv_bfloat16* p) { raw = *reinterpret_cast<const uint4*>(p); }
-    __device__ void store(__nv_bfloat16* p) const { *reinterpret_cast<uint4*>(p) = raw; }
-    __device__ void clear() { raw = make_uint4(0, 0, 0, 0); }
-    __device__ void unpack(float (&x)[kGroup]) const {
-        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+    uint32_t words[4];
+
+    __device__ __forceinline__ void load(const __nv_bfloat16* p) {
+        const uint4 raw = *reinterpret_cast<const uint4*>(p);
+        words[0] = raw.x, words[1] = raw.y, words[2] = raw.z, words[3] = raw.w;
+    }
+    __device__ __forceinline__ void store(__nv_bfloat16* p) const {
+        *reinterpret_cast<uint4*>(p) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+    __device__ __forceinline__ void clear() { words[0] = words[1] = words[2] = words[3] = 0; }
+    __device__ __forceinline__ void unpack(float (&x)[kGroup]) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             x[2 * i] = __uint_as_float(words[i] << 16);
             x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
         }
     }
-    __device__ void pack(const float (&x)[kGroup]) {
-        uint32_t words[4];
+    // Stored to the nearest, ties to even, after each row (SPEC 5). An untouched state survives
+    // the way through fp32 unchanged. True if any bit moved.
+    __device__ __forceinline__ bool learn(const float (&y)[kGroup], float decay) {
+        float x[kGroup];
+        unpack(x);
+        uint32_t moved = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-            words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+            const __nv_bfloat162 pair = __floats2bfloat162_rn(
+                average(x[2 * i], y[2 * i], decay), average(x[2 * i + 1], y[2 * i + 1], decay));
+            const uint32_t word = *reinterpret_cast<const uint32_t*>(&pair);
+            moved |= word ^ words[i];
+            words[i] = word;
         }
-        raw = make_uint4(words[0], words[1], words[2], words[3]);
+        return moved != 0;
     }
-    // Storage precision after each row (SPEC 5): nearest, ties to even.
-    static __device__ float rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+    static __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {
+        const __nv_bfloat162 m = __hmax2(*reinterpret_cast<const __nv_bfloat162*>(&a),
+                                         *reinterpret_cast<const __nv_bfloat162*>(&b));
+        return *reinterpret_cast<const uint32_t*>(&m);
+    }
+    static __device__ __forceinline__ float best_of(const uint32_t (&w)[4]) {
+        const uint32_t m = larger(larger(w[0], w[1]), larger(w[2], w[3]));
+        return fmaxf(__uint_as_float(m << 16), __uint_as_float(m & 0xffff0000u));
+    }
+    __device__ __forceinline__ float best() const { return best_of(words); }
+    // Best of the elements 0 .. k, and of the others; -inf for none. k is uniform.
+    __device__ __forceinline__ void split_best(int k, float& low, float& high) const {
+        constexpr uint32_t kLowest = 0xff80ff80u;  // two times -inf
+        uint32_t first[4], rest[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t mask = k >= 2 * i + 1 ? 0xffffffffu : k == 2 * i ? 0x0000ffffu : 0u;
+            first[i] = (words[i] & mask) | (kLowest & ~mask);
+            rest[i] = (words[i] & ~mask) | (kLowest & mask);
+        }
+        low = best_of(first);
+        high = best_of(rest);
+    }
 };
 
 template <>
 struct Chunk<float> {
-    float4 low, high;
-    __device__ void load(const float* p) {
-        low = reinterpret_cast<const float4*>(p)[0];
-        high = reinterpret_cast<const float4*>(p)[1];
-    }
-    __device__ void store(float* p) const {
-        reinterpret_cast<float4*>(p)[0] = low;
-        reinterpret_cast<float4*>(p)[1] = high;
-    }
-    __device__ void clear() { low = high = make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
-    __device__ void unpack(float (&x)[kGroup]) const {
+    float x[kGroup];
+
+    __device__ __forceinline__ void load(const float* p) {
+        const float4 low = reinterpret_cast<const float4*>(p)[0];
+        const float4 high = reinterpret_cast<const float4*>(p)[1];
         x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
         x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
     }
-    __device__ void pack(const float (&x)[kGroup]) {
-        low = make_float4(x[0], x[1], x[2], x[3]);
-        high = make_float4(x[4], x[5], x[6], x[7]);
+    __device__ __forceinline__ void store(float* p) const {
+        reinterpret_cast<float4*>(p)[0] = make_float4(x[0], x[1], x[2], x[3]);
+        reinterpret_cast<float4*>(p)[1] = make_float4(x[4], x[5], x[6], x[7]);
     }
-    static __device__ float rounded(float x) { return x; }
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) {
+            x[j] = 0.0f;
+        }
+    }
+    __device__ __forceinline__ void unpack(float (&out)[kGroup]) const {
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) {
+            out[j] = x[j];
+        }
+    }
+    __device__ __forceinline__ bool learn(const float (&y)[kGroup], float decay) {
+        uint32_t moved = 0;
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) {
+            const float next = average(x[j], y[j], decay);
+            moved |= __float_as_uint(next) ^ __float_as_uint(x[j]);
+            x[j] = next;
+        }
+        return moved != 0;
+    }
+    __device__ __forceinline__ float best() const {
+        float most = x[0];
+#pragma unroll
+        for (int j = 1; j < kGroup; ++j) {
+            most = fmaxf(most, x[j]);
+        }
+        return most;
+    }
+    __device__ __forceinline__ void split_best(int k, float& low, float& high) const {
+        low = high = minus_infinity();
+#pragma unroll
+        for (int j = 0; j < kGroup; ++j) {
+            low = j <= k ? fmaxf(low, x[j]) : low;
+            high = j <= k ? high : fmaxf(high, x[j]);
+        }
+    }
 };
-
-// Two products and a sum, each rounded: a fused multiply-add would give other bits (SPEC 5).
-__device__ __forceinline__ float average(float state, float z, float decay, float gain) {
-    return __fadd_rn(__fmul_rn(state, decay), __fmul_rn(z, gain));
-}
 
 }  // namespace spin

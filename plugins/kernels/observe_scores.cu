@@ -34,7 +34,8 @@ int run(const SpinObserveScoresParams& p, cudaStream_t stream) {
     a.decay = p.decay;
     a.gain = p.gain;
     const dim3 grid(static_cast<unsigned>(p.entries), tile_workers(p.entries, a.tiles));
-    return launch(update_tiles<State, false>, grid, kTileThreads, 0, 1, stream, a);
+    const auto kernel = p.rows == 1 ? update_tiles<State, false, 1> : update_tiles<State, false, 0>;
+    return launch(kernel, grid, kTileThreads, 0, 1, stream, a);
 }
 
 }  // namespace

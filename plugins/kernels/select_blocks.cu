@@ -10,7 +10,8 @@
 namespace spin {
 namespace {
 
-constexpr int kMaxBlocks = kChooseThreads * 32;
+constexpr int kFewThreads = 256, kManyThreads = 512;
+constexpr int kMaxBlocks = kManyThreads * 32;
 constexpr int64_t kPpm = 1000000;
 
 // SPEC 6.
@@ -21,12 +22,13 @@ __host__ __device__ __forceinline__ uint64_t mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
+template <int kThreads>
 struct Shared {
-    ChooseScratch scratch;
-    uint32_t candidates[kChooseThreads], chosen[kChooseThreads], ties[kChooseThreads];
-    uint32_t row[kChooseThreads], mask[kChooseThreads], explored[kChooseThreads];
-    uint32_t place[kChooseThreads];  // kept blocks before each word
-    uint32_t keys[1];                // [padded blocks], then priorities of the same length
+    ChooseScratch<kThreads> scratch;
+    uint32_t candidates[kThreads], chosen[kThreads], ties[kThreads];
+    uint32_t row[kThreads], mask[kThreads], explored[kThreads];
+    uint32_t place[kThreads];  // kept blocks before each word
+    uint32_t keys[1];          // [padded blocks], then priorities of the same length
 };
 
 struct Counts {
@@ -54,7 +56,8 @@ __device__ __forceinline__ float block_score(const SpinSelectBlocksParams& p, in
     const int64_t row = e * p.rows + r;
     if (p.tile_blocks == 0)
         return p.block_scores[row * p.blocks + block];
-    const int tile = block / p.tile_blocks, k = block % p.tile_blocks, width = p.tile_blocks + 2;
+    const int tile = block >> (__ffs(p.tile_blocks) - 1), k = block & (p.tile_blocks - 1);
+    const int width = p.tile_blocks + 2;
     const float* at = p.block_scores + (row * p.tiles + tile) * width;
     float score = at[k + 2];
     // The next tile knows some offsets of this tile's last two blocks.
@@ -63,16 +66,19 @@ __device__ __forceinline__ float block_score(const SpinSelectBlocksParams& p, in
     return score;
 }
 
+template <int kThreads>
 __device__ __forceinline__ void write_mask(uint8_t* out, const uint32_t* words, int blocks) {
-    for (int j = threadIdx.x; j < blocks; j += kChooseThreads)
+    for (int j = threadIdx.x; j < blocks; j += kThreads)
         out[j] = static_cast<uint8_t>(words[j >> 5] >> (j & 31) & 1u);
 }
 
 // The blocks that a warm row chooses: s.row, and what it explored in s.chosen.
-__device__ void choose_row(const SpinSelectBlocksParams& p, Shared& s, uint32_t* priorities,
-                           int64_t e, int r, int present, int words, int last_tile) {
+template <int kThreads>
+__device__ __forceinline__ void choose_row(const SpinSelectBlocksParams& p, Shared<kThreads>& s,
+                                           uint32_t* priorities, int64_t e, int r, int present,
+                                           int words, int last_tile) {
     const int t = threadIdx.x;
-    for (int j = t; j < present; j += kChooseThreads) {
+    for (int j = t; j < present; j += kThreads) {
         // Also lifts NaN to the lowest number: nothing ties with a block that does not exist.
         s.keys[j] = ordered_key(fmaxf(block_score(p, e, r, j, last_tile), -FLT_MAX));
     }
@@ -101,8 +107,10 @@ __device__ void choose_row(const SpinSelectBlocksParams& p, Shared& s, uint32_t*
 }
 
 // Lists and maps of the mask, and what the next spin_advance reads.
-__device__ void write_entry(const SpinSelectBlocksParams& p, Shared& s, int64_t e, bool warm,
-                            const int64_t* positions, int last_row) {
+template <int kThreads>
+__device__ __forceinline__ void write_entry(const SpinSelectBlocksParams& p, Shared<kThreads>& s,
+                                            int64_t e, bool warm, const int64_t* positions,
+                                            int last_row) {
     const int t = threadIdx.x, warp = t >> 5, lane = t & 31;
     uint32_t kept = 0;
     const uint32_t before = scan_block(__popc(s.mask[t]), s.scratch, &kept);
@@ -110,7 +118,7 @@ __device__ void write_entry(const SpinSelectBlocksParams& p, Shared& s, int64_t 
     __syncthreads();
     int32_t* list = p.block_list + e * p.blocks;
     int32_t* compact = p.compact_of_block + e * p.blocks;
-    for (int w = warp; w * 32 < p.blocks; w += kChooseWarps) {
+    for (int w = warp; w * 32 < p.blocks; w += kThreads / 32) {
         const int block = w * 32 + lane;
         const uint32_t word = s.mask[w];
         const int place = static_cast<int>(s.place[w] + __popc(word & ((1u << lane) - 1u)));
@@ -120,14 +128,14 @@ __device__ void write_entry(const SpinSelectBlocksParams& p, Shared& s, int64_t 
         if (block < p.blocks)
             compact[block] = in ? place : -1;
     }
-    for (int j = static_cast<int>(kept) + t; j < p.blocks; j += kChooseThreads)
+    for (int j = static_cast<int>(kept) + t; j < p.blocks; j += kThreads)
         list[j] = -1;
     if (t < p.rows) {
         const int64_t capacity = static_cast<int64_t>(p.blocks) * p.block_size;
         const int64_t visible = min(visible_slots(positions[t], p.ratio), capacity);
         int64_t seen = 0;
         if (visible > 0) {
-            const int newest = static_cast<int>((visible - 1) / p.block_size);
+            const int newest = static_cast<int>(divide(visible - 1, p.block_size));
             const uint32_t word = s.mask[newest >> 5], bit = 1u << (newest & 31);
             seen = static_cast<int64_t>(s.place[newest >> 5] + __popc(word & (bit - 1u))) *
                    p.block_size;
@@ -144,19 +152,20 @@ __device__ void write_entry(const SpinSelectBlocksParams& p, Shared& s, int64_t 
     if (t == 0)
         p.block_count[e] = static_cast<int32_t>(kept);
     if (p.block_mask != nullptr)
-        write_mask(p.block_mask + e * p.blocks, s.mask, p.blocks);
+        write_mask<kThreads>(p.block_mask + e * p.blocks, s.mask, p.blocks);
     if (p.explored_mask != nullptr)
-        write_mask(p.explored_mask + e * p.blocks, s.explored, p.blocks);
+        write_mask<kThreads>(p.explored_mask + e * p.blocks, s.explored, p.blocks);
     if (p.page_table != nullptr) {
         __syncthreads();  // the list is read back
-        const int each = p.block_size / p.page_slots;
+        const int each = p.block_size / p.page_slots, shift = __ffs(each) - 1;
         const int64_t visible = last_row < 0 ? 0 : visible_slots(positions[last_row], p.ratio);
-        const int32_t* table = p.page_table + e % p.sequences * p.page_table_stride;
+        const uint32_t sequence = blockIdx.x % static_cast<uint32_t>(p.sequences);
+        const int32_t* table = p.page_table + sequence * p.page_table_stride;
         int32_t* out = p.compact_pages + e * p.compact_pages_stride;
-        for (int64_t i = t; i < p.compact_pages_stride; i += kChooseThreads) {
+        for (int64_t i = t; i < p.compact_pages_stride; i += kThreads) {
             int32_t page = 0;  // harmless: what a host puts where nothing is mapped
             if (i < static_cast<int64_t>(kept) * each) {
-                const int64_t at = static_cast<int64_t>(list[i / each]) * each + i % each;
+                const int64_t at = static_cast<int64_t>(list[i >> shift]) * each + (i & (each - 1));
                 if (at < p.page_table_width && at * p.page_slots < visible)
                     page = table[at];
             }
@@ -178,19 +187,22 @@ __device__ void write_entry(const SpinSelectBlocksParams& p, Shared& s, int64_t 
     }
 }
 
-__global__ void __launch_bounds__(kChooseThreads) select_entries(const SpinSelectBlocksParams p) {
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
+    select_entries(const SpinSelectBlocksParams p) {
     extern __shared__ uint4 memory[];
-    Shared& s = *reinterpret_cast<Shared*>(memory);
+    Shared<kThreads>& s = *reinterpret_cast<Shared<kThreads>*>(memory);
     wait_for_inputs();
     const int t = threadIdx.x;
     const int64_t e = blockIdx.x;
+    const uint32_t sequence = blockIdx.x % static_cast<uint32_t>(max(p.sequences, 1));
     if (e >= p.entries) {  // entries that this batch does not use must not look like plans
         if (t == 0)
             p.plan_lanes[e] = -1;
         return;
     }
     uint32_t* priorities = s.keys + (p.blocks + 31) / 32 * 32;
-    const int64_t* positions = p.positions + e % p.sequences * p.rows;
+    const int64_t* positions = p.positions + static_cast<int64_t>(sequence) * p.rows;
     const bool warm = p.warm[e] != 0;
     int last_row = -1;
     for (int r = 0; r < p.rows; ++r)
@@ -202,18 +214,19 @@ __global__ void __launch_bounds__(kChooseThreads) select_entries(const SpinSelec
     const int last_tile =
         static_cast<int>(min(last_query / SPIN_ADVANCE_TILE_SLOTS, int64_t{p.tiles} - 1));
     if (warm && p.exploration_ppm > 0) {
-        const uint64_t layer = static_cast<uint64_t>(p.layers[e / p.layer_entries]);
-        const uint64_t id = static_cast<uint64_t>(p.sequence_ids[e % p.sequences]);
+        const uint64_t layer =
+            static_cast<uint64_t>(p.layers[blockIdx.x / static_cast<uint32_t>(p.layer_entries)]);
+        const uint64_t id = static_cast<uint64_t>(p.sequence_ids[sequence]);
         const uint64_t key =
             mix(mix(mix(p.seed) ^ id) ^ (layer << 40) ^ static_cast<uint64_t>(positions[0]));
         // Inverted: the smallest priority is the best key.
-        for (int j = t; j < p.blocks; j += kChooseThreads)
+        for (int j = t; j < p.blocks; j += kThreads)
             priorities[j] = ~static_cast<uint32_t>(mix(key ^ static_cast<uint64_t>(j)) >> 32);
     }
     int newest = -1;
     for (int r = 0; r < p.rows; ++r) {
         const int64_t seen =
-            (visible_slots(positions[r], p.ratio) + p.block_size - 1) / p.block_size;
+            divide(visible_slots(positions[r], p.ratio) + p.block_size - 1, p.block_size);
         const int present = static_cast<int>(min(seen, int64_t{p.blocks}));
         const int words = (present + 31) / 32;
         newest = max(newest, present - 1);
@@ -230,7 +243,7 @@ __global__ void __launch_bounds__(kChooseThreads) select_entries(const SpinSelec
             s.explored[t] |= s.chosen[t];
         if (p.row_masks != nullptr) {
             __syncthreads();
-            write_mask(p.row_masks + (e * p.rows + r) * p.blocks, s.row, p.blocks);
+            write_mask<kThreads>(p.row_masks + (e * p.rows + r) * p.blocks, s.row, p.blocks);
         }
         __syncthreads();
     }
@@ -299,7 +312,11 @@ extern "C" int spin_select_blocks(const SpinSelectBlocksParams* p, cudaStream_t 
     if (grid == 0)
         return SPIN_OK;
     const size_t padded = static_cast<size_t>(p->blocks + 31) / 32 * 32;
-    const size_t shared = sizeof(Shared) + 2 * padded * sizeof(uint32_t);
-    return launch(select_entries, dim3(static_cast<unsigned>(grid)), kChooseThreads, shared, 1,
-                  stream, *p);
+    const size_t keys = 2 * padded * sizeof(uint32_t);
+    const dim3 blocks(static_cast<unsigned>(grid));
+    if (p->blocks <= kFewThreads * 32)
+        return launch(select_entries<kFewThreads>, blocks, kFewThreads,
+                      sizeof(Shared<kFewThreads>) + keys, 1, stream, *p);
+    return launch(select_entries<kManyThreads>, blocks, kManyThreads,
+                  sizeof(Shared<kManyThreads>) + keys, 1, stream, *p);
 }

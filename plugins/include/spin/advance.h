@@ -17,7 +17,7 @@
 #include "spin/common.h"
 
 /* Slots that one tile of block_scores covers. */
-#define SPIN_ADVANCE_TILE_SLOTS 2048
+#define SPIN_ADVANCE_TILE_SLOTS 256
 
 #ifdef __cplusplus
 extern "C" {
