@@ -198,3 +198,30 @@ def test_folders_that_cannot_be_made(tmp_path: Path, force: bool) -> None:
         assert reason in message
         assert "\n" not in message
     assert everything(tmp_path) == before
+
+
+def test_a_replacement_that_fails_half_way_puts_the_old_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "engine"
+    target.mkdir()
+    (target / "old").write_text("old")
+    before = everything(tmp_path)
+    rename, made = os.replace, []
+
+    def full_disk(source: Path, destination: Path) -> None:
+        if made and Path(source) == made[0]:
+            assert not target.exists()  # the old folder is already out of the way
+            raise OSError(28, "No space left on device")
+        rename(source, destination)
+
+    def replace() -> None:
+        with atomic_directory(target, force=True) as temporary:
+            (temporary / "new").write_text("new")
+            made.append(temporary)
+
+    monkeypatch.setattr(os, "replace", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        replace()
+    assert made
+    assert everything(tmp_path) == before

@@ -457,6 +457,12 @@ def test_predictions_of_spin_against_numpy(tmp_path: Path, capsys: Capture) -> N
     assert 0 < metrics["topk_recall"] < 1
 
 
+def test_block_averages_predict_no_slots(tmp_path: Path, capsys: Capture) -> None:
+    path = save(tmp_path, make_trace())
+    metrics, _ = replay(capsys, path, "--block-size", 8, "--reduction", "A2", "--predictions")
+    assert list(metrics) == METRICS
+
+
 # ---------------------------------------------------------------- every policy
 def kept_budget(n: int, size: int, top_k: int, rho: float) -> tuple[int, int]:
     """Visible blocks and blocks to keep, by hand (section 4)."""
@@ -828,7 +834,22 @@ def test_help_and_version(capsys: Capture) -> None:
     assert code == 0
     for word in ["--sparsity", "--dump", "--json", "--policy", *POLICIES]:
         assert word in out
+    assert call(capsys) == (0, call(capsys, "--help")[1], "")
     assert call(capsys, "--version")[1] == f"spin-trtllm, version {spin_trtllm.__version__}\n"
+
+
+def test_an_interrupt_exits_with_130(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    path = save(tmp_path, make_trace())
+    monkeypatch.setattr("spin_trtllm.replay.policies.SpinPolicy.step", interrupt)
+    code, out, err = call(capsys, "replay", path, "--json", "--dump", tmp_path / "out")
+    assert (code, out) == (130, "")
+    assert "Traceback" not in err
+    assert [p.name for p in tmp_path.iterdir()] == ["t.trace"]
 
 
 # ---------------------------------------------------------------- as a process of its own
@@ -867,6 +888,21 @@ def test_a_process_refuses_a_truncated_trace(tmp_path: Path) -> None:
     done = process("trace-info", tmp_path / "bad.trace")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "not a whole safetensors file" in done.stderr
+
+
+def test_a_reader_that_leaves_sees_no_traceback(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "spin_trtllm.cli", "replay", save(tmp_path, make_trace())],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert child.stdout is not None
+    child.stdout.close()  # as in `spin-trtllm replay TRACE | true`
+    assert child.stderr is not None
+    assert child.stderr.read() == b""
+    assert child.wait() == 1
+    child.stderr.close()
 
 
 # ---------------------------------------------------------------- memory
