@@ -20,6 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,9 +116,10 @@ class Forks:
                 code = NOT_THE_COPY
                 try:
                     code = run.exit_code()
-                finally:
-                    sys.stdout.flush()
-                    os._exit(code)
+                except BaseException:  # whatever it was, a fork never returns from here
+                    traceback.print_exc()
+                sys.stdout.flush()
+                os._exit(code)
             self._logs[child] = run, log
         while self._logs:
             self._wait()
