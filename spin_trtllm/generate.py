@@ -53,7 +53,7 @@ def forward(model: torch.nn.Module, tokens: Tensor, cache: Any) -> Tensor:
 
 @torch.no_grad()
 def prefill(
-    model: torch.nn.Module, ids: Sequence[int] | Tensor, *, chunk_tokens: int = 1024
+    model: torch.nn.Module, ids: Sequence[int] | Tensor, *, chunk_tokens: int = 512
 ) -> tuple[Any, Tensor]:
     """Run a prompt through a model, a chunk at a time to bound the memory.
 
