@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
-from test_score_slots import EXACT, FAST, KEY_BYTES, KEY_DIM, PORTABLE, Case, load_library
+from score_slots_cases import EXACT, FAST, KEY_BYTES, KEY_DIM, PORTABLE, Case, load_library
 
 try:
     import deep_gemm

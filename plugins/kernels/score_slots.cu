@@ -111,7 +111,7 @@ ScoreArgs make_args(const SpinScoreSlotsParams& p, int64_t sequence, int64_t row
     args.max_blocks = p.blocks;
     args.log2_page = log2_of(p.page_slots);
     args.log2_block = log2_of(p.block_size);
-    args.log2_chunk = log2_of(std::min({p.block_size, p.page_slots, kTileSlots}));
+    args.log2_chunk = log2_of(std::min({p.block_size, p.page_slots, kHalfSlots}));
     return args;
 }
 
@@ -119,10 +119,9 @@ ScoreArgs make_args(const SpinScoreSlotsParams& p, int64_t sequence, int64_t row
 // into shared memory beside a useful ring (which happens on small-memory architectures).
 template <class Arithmetic, int kHeads>
 int launch_all(const SpinScoreSlotsParams& p, const Device& device, cudaStream_t stream) {
-    constexpr int kMinStages = 2 * kWarpgroups;
-    const int rows_at_once =
-        std::min(p.rows, (device.shared_bytes - kControlBytes - kMinStages * kTileBytes) /
-                             Arithmetic::kQueryRowBytes);
+    constexpr int kMinRingBytes = kMinStages * kWarpgroups * kTileBytes;
+    const int room = device.shared_bytes - kControlBytes;
+    const int rows_at_once = std::min(p.rows, (room - kMinRingBytes) / Arithmetic::kQueryRowBytes);
     const int64_t max_tiles = max_columns(p) / kTileSlots + 2;
     const int sequences_at_once =
         static_cast<int>(std::min<int64_t>(kMaxSequences, INT_MAX / max_tiles));
@@ -132,16 +131,17 @@ int launch_all(const SpinScoreSlotsParams& p, const Device& device, cudaStream_t
             ScoreArgs args = make_args(p, sequence, row);
             args.sequences = std::min(sequences_at_once, p.sequences - sequence);
             args.rows = std::min(rows_at_once, p.rows - row);
-            const int fixed_bytes = args.rows * Arithmetic::kQueryRowBytes + kControlBytes;
-            const int stages = (device.shared_bytes - fixed_bytes) / kTileBytes;
-            args.stages = std::min(kMaxStages, stages) / kWarpgroups;
+            const int query_bytes = args.rows * Arithmetic::kQueryRowBytes;
+            args.query_buffers = room - 2 * query_bytes >= kMinRingBytes ? 2 : 1;
+            const int ring_room = room - args.query_buffers * query_bytes;
+            args.stages = std::min(kMaxStages, ring_room / kTileBytes) / kWarpgroups;
+            const int shared_bytes = kControlBytes + args.query_buffers * query_bytes +
+                                     args.stages * kWarpgroups * kTileBytes;
             const int grid = static_cast<int>(
                 std::min<int64_t>(device.multiprocessors, args.sequences * max_tiles));
             const auto kernel = args.rows == 1 ? score_slots_kernel<Arithmetic, kHeads, true>
                                                : score_slots_kernel<Arithmetic, kHeads, false>;
-            const int status =
-                launch(kernel, dim3(grid), kThreads,
-                       fixed_bytes + args.stages * kWarpgroups * kTileBytes, 1, stream, args);
+            const int status = launch(kernel, dim3(grid), kThreads, shared_bytes, 1, stream, args);
             if (status != SPIN_OK) {
                 return status;
             }

@@ -2,10 +2,10 @@
 //
 // How score_slots multiplies keys with query heads: three ways behind one interface.
 //
-// A warp owns 16 slots (rows g and g + 8 of a fragment for the threads of quad g = lane / 4) and
-// multiplies them with all heads of one query row (columns 2t and 2t + 1 of each group of eight
-// heads, for the thread t = lane % 4 of a quad). Keys come from registers, the query from shared
-// memory.
+// A warp owns 16 slots (rows g and g + 8 of a fragment for the threads of quad g = lane / 4; the
+// caller chooses which slots these are) and multiplies them with all heads of one query row
+// (columns 2t and 2t + 1 of each group of eight heads, for the thread t = lane % 4 of a quad). Keys
+// come from registers, the query from shared memory.
 //
 // A dot product does not care about the order of its 128 dimensions, as long as both operands
 // agree. So thread t loads whole 16-byte pieces t and t + 4 of its keys and feeds them to the
@@ -73,6 +73,7 @@ struct PlainKeys {
 template <int kHeads>
 struct PortableArithmetic {
     using Keys = WidenedKeys;
+    static constexpr int kHeadsAtOnce = 8;
     static constexpr int kQueryRowBytes = kHeads * kKeyDim * 2;
 
     static __device__ __forceinline__ void store_query(uint8_t* row, int head, int piece,
@@ -86,19 +87,17 @@ struct PortableArithmetic {
         }
     }
 
-    static __device__ __forceinline__ void multiply(Products<kHeads>& products, const Keys& keys,
-                                                    const uint8_t* query_row) {
-        const uint4* query = reinterpret_cast<const uint4*>(query_row) + threadIdx.x % 32;
+    static __device__ __forceinline__ void multiply(Products<8>& products, const Keys& keys,
+                                                    const uint8_t* query_row, int group) {
+        const uint4* query =
+            reinterpret_cast<const uint4*>(query_row) + group * 4 * 32 + threadIdx.x % 32;
+        float (&sums)[4] = products[0];
+        sums[0] = sums[1] = sums[2] = sums[3] = 0.0f;
 #pragma unroll
-        for (int group = 0; group < kHeads / 8; ++group) {
-            float (&sums)[4] = products[group];
-            sums[0] = sums[1] = sums[2] = sums[3] = 0.0f;
-#pragma unroll
-            for (int pair = 0; pair < 4; ++pair) {
-                const uint4 heads = query[(group * 4 + pair) * 32];
-                multiply_step(sums, keys.step[2 * pair], heads.x, heads.y);
-                multiply_step(sums, keys.step[2 * pair + 1], heads.z, heads.w);
-            }
+        for (int pair = 0; pair < 4; ++pair) {
+            const uint4 heads = query[pair * 32];
+            multiply_step(sums, keys.step[2 * pair], heads.x, heads.y);
+            multiply_step(sums, keys.step[2 * pair + 1], heads.z, heads.w);
         }
     }
 

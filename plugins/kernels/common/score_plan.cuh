@@ -9,31 +9,37 @@
 
 namespace spin::score {
 
-// A tile is 64 columns of one sequence's compact output. It is made of 1, 2 or 4 chunks: the
-// largest runs of slots that are sure to lie in one block and one page.
+// A tile is 64 columns of one sequence's compact output. It is copied as 2 or 4 chunks: the largest
+// runs of slots, up to half a tile, that are sure to lie in one block and one page.
 constexpr int kLog2TileSlots = 6;
 constexpr int kTileSlots = 1 << kLog2TileSlots;
+constexpr int kHalfSlots = kTileSlots / 2;
 constexpr int kMinChunkSlots = 16;
 constexpr int kMaxChunks = kTileSlots / kMinChunkSlots;
-constexpr int kKeyBytes = 132;
+constexpr int kKeyBytes = 128;
 constexpr int kScaleBytes = 4;
-constexpr int kTileBytes = kTileSlots * kKeyBytes;
+
+// A tile in shared memory: the keys of one half, of the other half, then all scales. A row of keys
+// covers all 32 banks, so rows can only be read side by side without conflict if some start at
+// another bank: the second half is shifted by half a row.
+constexpr int kHalfBytes = kHalfSlots * kKeyBytes;
+constexpr int kSecondHalf = kHalfBytes + kKeyBytes / 2;
+constexpr int kScales = kSecondHalf + kHalfBytes;
+constexpr int kTileBytes = (kScales + kTileSlots * kScaleBytes + 127) / 128 * 128;
 
 constexpr int kMaxRows = 8;
 constexpr int kMaxHeads = 64;
 constexpr int kMaxSequences = 1024;  // of one launch; the host splits larger batches
-#ifndef SPIN_SCORE_STAGES
-#define SPIN_SCORE_STAGES 16
-#endif
-constexpr int kMaxStages = SPIN_SCORE_STAGES;
+constexpr int kMinStages = 2;        // of each warpgroup
+constexpr int kMaxQueryBuffers = 2;
+// Tiles in the ring. More in flight would not raise the bandwidth of a long run, and in a short one
+// the multiprocessors would receive all of their first tiles late instead of some of them early.
+constexpr int kMaxStages = 6;
 
-#ifndef SPIN_SCORE_WARPGROUPS
-#define SPIN_SCORE_WARPGROUPS 4
-#endif
-constexpr int kWarpgroups = SPIN_SCORE_WARPGROUPS;
+constexpr int kWarpgroups = 3;
 constexpr int kWarpgroupThreads = 128;
 constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads;
-constexpr int kThreads = kConsumerThreads + kWarpgroups * 32;
+constexpr int kThreads = kConsumerThreads + kWarpgroups * 32 + 32;  // and the query warp
 
 struct ScoreArgs {
     const uint8_t* query;
@@ -57,16 +63,19 @@ struct ScoreArgs {
     int32_t log2_block;
     int32_t log2_chunk;
     int32_t stages;  // of each warpgroup
+    int32_t query_buffers;
 };
 
-// Shared memory beside the query and the ring of tiles.
+// Shared memory beside the queries and the ring of tiles.
 struct Control {
     uint64_t full[kMaxStages];
     uint64_t empty[kMaxStages];
+    uint64_t query_full[kMaxQueryBuffers];
+    uint64_t query_empty[kMaxQueryBuffers];
     int32_t visible_slots[kMaxStages][kMaxChunks];  // of each chunk
     int32_t warp_tiles[32];
     int32_t first_tile[kMaxSequences + 1];  // the first tile of a sequence, counting them all
-    alignas(16) float weights[kMaxRows * kMaxHeads];
+    alignas(16) float weights[kMaxQueryBuffers][kMaxRows * kMaxHeads];
 };
 
 // This thread block's share: tiles [begin, end), of which the first belongs to `sequence`.
@@ -85,10 +94,10 @@ __device__ __forceinline__ int kept_blocks(const ScoreArgs& args, int sequence) 
 }
 
 __device__ __forceinline__ int count_tiles(const ScoreArgs& args, int sequence) {
-    const int visible = visible_slots(args, sequence);
-    int columns = visible;
+    int columns = visible_slots(args, sequence);
     if (args.block_list != nullptr) {
-        columns = visible > 0 ? kept_blocks(args, sequence) << args.log2_block : 0;
+        const int listed = kept_blocks(args, sequence) << args.log2_block;
+        columns = columns > 0 ? listed : 0;
     }
     return (columns + kTileSlots - 1) / kTileSlots;
 }

@@ -71,17 +71,25 @@ __device__ __forceinline__ void publish_to_tensor_cores() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// A barrier among the first `threads` threads that call it; barrier 0 is __syncthreads().
-template <int kBarrier, int kThreads>
-__device__ __forceinline__ void sync_threads() {
-    asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+// Loads from shared memory by address, in program order with the barriers above.
+__device__ __forceinline__ void load_shared(uint4& value, uint32_t address) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(address)
+                 : "memory");
+}
+__device__ __forceinline__ void load_shared(float& value, uint32_t address) {
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void load_shared(int& value, uint32_t address) {
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
 }
 
-// max(x, 0) that keeps NaN, as torch does; fmaxf would turn it into 0.
-__device__ __forceinline__ float relu(float x) {
-    float y;
-    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
-    return y;
+// Hides how values came about, so that the compiler keeps them instead of computing them anew in
+// every round of a loop.
+template <class... Values>
+__device__ __forceinline__ void keep_in_registers(Values&... values) {
+    (..., ([&] { asm volatile("" : "+r"(values)); }()));
 }
 
 // Four e4m3 values to four f16 values: exact, as f16 has more of both exponent and mantissa.

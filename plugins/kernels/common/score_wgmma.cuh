@@ -77,7 +77,10 @@ __device__ __forceinline__ void begin_products() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Waits for all steps; the empty statements keep the compiler from reading products earlier.
+// Waits for all steps. The empty statements keep the compiler from reading products earlier. No
+// other work is put between the steps and the wait, although the tensor cores run in the
+// background: they read keys from registers as they go, and the compiler was seen to reuse those
+// registers too early.
 template <int kHeads>
 __device__ __forceinline__ void end_products(Products<kHeads>& products) {
     asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
@@ -113,6 +116,7 @@ __device__ __forceinline__ void end_products(Products<kHeads>&) {}
 template <int kHeads>
 struct ExactArithmetic {
     using Keys = WidenedKeys;
+    static constexpr int kHeadsAtOnce = kHeads;
     static constexpr int kHalfBytes = kHeads * 128;
     static constexpr int kQueryRowBytes = 2 * kHalfBytes;
 
@@ -129,7 +133,7 @@ struct ExactArithmetic {
     }
 
     static __device__ __forceinline__ void multiply(Products<kHeads>& products, const Keys& keys,
-                                                    const uint8_t* query_row) {
+                                                    const uint8_t* query_row, int /*group*/) {
         const uint64_t heads = describe_rows(query_row);
         begin_products();
         multiply_step_f16<false, kHeads>(products, keys.step[0], heads);
@@ -146,6 +150,7 @@ struct ExactArithmetic {
 template <int kHeads>
 struct FastArithmetic {
     using Keys = PlainKeys;
+    static constexpr int kHeadsAtOnce = kHeads;
     static constexpr int kQueryRowBytes = kHeads * 128;
 
     static __device__ __forceinline__ void store_query(uint8_t* row, int head, int piece,
@@ -159,7 +164,7 @@ struct FastArithmetic {
     }
 
     static __device__ __forceinline__ void multiply(Products<kHeads>& products, const Keys& keys,
-                                                    const uint8_t* query_row) {
+                                                    const uint8_t* query_row, int /*group*/) {
         const uint64_t heads = describe_rows(query_row);
         begin_products();
         multiply_step_fp8<false, kHeads>(products, keys.step[0], heads);
