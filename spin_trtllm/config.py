@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 
-from spin_trtllm.errors import SpinError, refuse
+from spin_trtllm.errors import SpinError, check_integer, refuse
 from spin_trtllm.geometry import to_ppm
 
 ENVIRONMENT_PREFIX = "TLLM_SPIN_"  # TensorRT-LLM hands TLLM* variables on to its workers
@@ -24,7 +24,10 @@ REDUCTIONS = ("A0", "A1", "A2")
 EXPLORATION_POLICIES = ("none", "random", "staleness", "age")
 MASK_POLICIES = ("union", "row0")
 UPDATE_POLICIES = ("prefix", "row0")
+MAX_TOP_K = 2**20  # no context has more slots
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+_MAX_YAML_CHARACTERS = 2**20  # a device or a weight file by mistake is not read to its end
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "block_size": BLOCK_SIZES,
@@ -83,13 +86,12 @@ class SpinConfig:
         if to_ppm(self.target_sparsity) >= 1_000_000:
             refuse("target_sparsity", self.target_sparsity, "a number in [0, 1) in steps of 1e-6")
         if self.top_k is not None:
-            _check_integer("top_k", self.top_k, 1, 2**31 - 1)
-        _check_integer("seed", self.seed, 0, 2**64 - 1)
-        weight = self.staleness_weight
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight >= 0:
-            refuse("staleness_weight", weight, "a finite number >= 0")
-        if not math.isfinite(weight):
-            refuse("staleness_weight", weight, "a finite number >= 0")
+            check_integer("top_k", self.top_k, 1, MAX_TOP_K)
+        check_integer("seed", self.seed, 0, 2**64 - 1)
+        weight = _as_float("staleness_weight", self.staleness_weight, "a finite number >= 0")
+        if not 0 <= weight < math.inf:
+            refuse("staleness_weight", self.staleness_weight, "a finite number >= 0")
+        object.__setattr__(self, "staleness_weight", weight)
 
     @property
     def sparsity_ppm(self) -> int:
@@ -126,14 +128,7 @@ class SpinConfig:
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> SpinConfig:
         """Read a YAML file: the fields at top level, or under one key `spin`."""
-        try:
-            loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise SpinError(f"spin_config: cannot read {str(path)!r}: {reason}") from error
-        except yaml.YAMLError as error:
-            where = " ".join(str(error).split())
-            raise SpinError(f"spin_config: {str(path)!r} is not valid YAML: {where}") from error
+        loaded = _load_yaml(path)
         if isinstance(loaded, dict) and set(loaded) == {"spin"}:
             loaded = loaded["spin"]
         if loaded is None:
@@ -201,15 +196,32 @@ def _check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 
 def _check_fraction(config: SpinConfig, name: str, *, below_one: bool) -> None:
-    value = getattr(config, name)
     allowed = "a number in [0, 1)" if below_one else "a number in [0, 1]"
+    value = getattr(config, name)
+    number = _as_float(name, value, allowed)
+    if not (0 <= number < 1 or (number == 1 and not below_one)):  # also refuses NaN
+        refuse(name, value, allowed)
+    object.__setattr__(config, name, number)  # 0 and 0.0 are one configuration
+
+
+def _as_float(name: str, value: Any, allowed: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         refuse(name, value, allowed)
-    if not (0 <= value < 1 or (value == 1 and not below_one)):  # also refuses NaN
+    try:
+        return float(value)
+    except OverflowError:
         refuse(name, value, allowed)
-    object.__setattr__(config, name, float(value))  # 0 and 0.0 are one configuration
 
 
-def _check_integer(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        refuse(name, value, f"an integer in {low} .. {high}")
+def _load_yaml(path: str | os.PathLike[str]) -> Any:
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_MAX_YAML_CHARACTERS)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise SpinError(f"spin_config: cannot read {str(path)!r}: {reason}") from error
+    try:
+        return yaml.safe_load(text)
+    except Exception as error:  # PyYAML's constructors raise far more than YAMLError
+        where = " ".join(str(error).split()) or type(error).__name__
+        raise SpinError(f"spin_config: {str(path)!r} is not valid YAML: {where[:200]}") from error

@@ -21,7 +21,21 @@ def refuse(argument: str, given: object, allowed: str) -> NoReturn:
     Raises:
         SpinError: always.
     """
-    shown = repr(given)
+    try:
+        shown = repr(given)
+    except ValueError:  # an integer with more digits than Python prints
+        shown = f"{type(given).__name__} too long to print"
     if len(shown) > 120:
         shown = shown[:117] + "..."
     raise SpinError(f"{argument}: got {shown}, allowed: {allowed}")
+
+
+def check_integer(argument: str, value: object, low: int, high: int) -> int:
+    """An integer in `low .. high`, as it is; bool is an int in Python, but `True` is no size.
+
+    Raises:
+        SpinError: anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        refuse(argument, value, f"an integer in {low} .. {high}")
+    return value

@@ -6,9 +6,13 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from spin_trtllm.errors import SpinError
 
@@ -18,16 +22,19 @@ def atomic_file(path: str | os.PathLike[str], *, argument: str = "output") -> It
     """Give a temporary path to write; on success it becomes `path`, on any error it vanishes.
 
     Raises:
-        SpinError: the folder does not exist, is not writable, or `path` is a folder.
+        SpinError: the folder does not exist, is not writable or full, or `path` is there and is
+            no regular file.
     """
     target = Path(path)
-    if target.is_dir():
-        raise SpinError(f"{argument}: {str(target)!r} is a directory, allowed: a file name")
+    # A rename would put a file in the place of a device or a pipe.
+    if os.path.lexists(target) and not target.is_file():
+        raise SpinError(f"{argument}: {str(target)!r} is no regular file, allowed: a file name")
     try:
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         os.close(handle)
-    except OSError as error:
-        raise SpinError(f"{argument}: cannot write {str(target)!r}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SpinError(f"{argument}: cannot write {str(target)!r}: {reason}") from error
     temporary = Path(name)
     try:
         yield temporary
@@ -36,6 +43,20 @@ def atomic_file(path: str | os.PathLike[str], *, argument: str = "output") -> It
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def save_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], *, argument: str
+) -> None:
+    """Write a safetensors file to a path that `atomic_file` gave.
+
+    Raises:
+        SpinError: the disk is full or gone.
+    """
+    try:
+        save_file({k: v.contiguous() for k, v in tensors.items()}, path, dict(metadata))
+    except (SafetensorError, OSError) as error:
+        raise SpinError(f"{argument}: cannot write: {' '.join(str(error).split())}") from error
 
 
 @contextmanager
@@ -51,8 +72,10 @@ def atomic_directory(
         SpinError: `path` exists and `force` is off, is a file, or cannot be made.
     """
     target = Path(path)
-    if target.exists() and not target.is_dir():
-        raise SpinError(f"{argument}: {str(target)!r} is a file, allowed: a directory name")
+    if target.name in ("", ".."):
+        raise SpinError(f"{argument}: got {str(path)!r}, allowed: a directory name")
+    if os.path.lexists(target) and not target.is_dir():
+        raise SpinError(f"{argument}: {str(target)!r} is no directory, allowed: a directory name")
     if target.exists() and not force:
         raise SpinError(
             f"{argument}: {str(target)!r} exists, allowed: a new directory, or --force to replace"
@@ -60,8 +83,9 @@ def atomic_directory(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as error:
-        raise SpinError(f"{argument}: cannot make {str(target)!r}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SpinError(f"{argument}: cannot make {str(target)!r}: {reason}") from error
     try:
         yield temporary
         os.chmod(temporary, 0o777 & ~_umask())
@@ -82,10 +106,10 @@ def _exchange(new: Path, target: Path) -> None:
     try:
         os.replace(new, target)
     except BaseException:
-        os.replace(old, target)
+        os.replace(old, target)  # should this fail too, the old directory stays aside
+        aside.rmdir()
         raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _umask() -> int:

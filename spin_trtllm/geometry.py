@@ -35,6 +35,11 @@ def query_slot(position_tokens: Integer, ratio: int) -> Integer:
     return position_tokens // ratio
 
 
+def last_position(slots: int, ratio: int) -> int:
+    """The last token position that sees at most `slots` slots."""
+    return (slots + 1) * ratio - 2
+
+
 def count_blocks(slots: Integer, block_size_slots: int) -> Integer:
     """`B = ceil(N / b)`: blocks that hold `slots` slots; the last one may be partial."""
     return (slots + block_size_slots - 1) // block_size_slots

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from spin_trtllm.errors import refuse
+from spin_trtllm.errors import check_integer, refuse
 
 NOWHERE = -1  # next_tokens of a lane that no step has touched
 
@@ -40,12 +40,13 @@ class SpinState:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not layers or len(set(layers)) != len(layers) or min(layers) < 0:
-            refuse("layers", list(layers), "distinct decoder-layer indices, at least one")
-        if sequences < 1:
-            refuse("sequences", sequences, "an integer >= 1")
-        if slots < 1:
-            refuse("slots", slots, "an integer >= 1")
+        layers = list(layers)
+        if not layers or len(set(layers)) != len(layers):
+            refuse("layers", layers, "distinct decoder-layer indices, at least one")
+        for layer in layers:
+            check_integer("layers", layer, 0, 2**20)
+        check_integer("sequences", sequences, 1, 2**20)
+        check_integer("slots", slots, 1, 2**31 - 1)
         if dtype not in (torch.float32, torch.bfloat16):
             refuse("dtype", dtype, "torch.float32, torch.bfloat16")
         self.layers = tuple(layers)
@@ -91,7 +92,7 @@ class SpinState:
             SpinError: one sequence twice in a batch.
         """
         ids = list(sequence_ids)
-        real = [i for i in ids if i is not None]
+        real = [check_integer("sequence_ids", i, 0, 2**64 - 1) for i in ids if i is not None]
         if len(set(real)) != len(real):
             refuse("sequence_ids", ids, "each sequence once")
         return [self.scratch if i is None else self._lane(i) for i in ids]
@@ -118,7 +119,8 @@ class SpinState:
         lane = self._lane_of.get(sequence_id)
         if lane is None:
             return None
-        return {name: getattr(self, name)[:, lane].clone() for name in _LANE_TENSORS}
+        tensors = {name: getattr(self, name)[:, lane].clone() for name in _LANE_TENSORS}
+        return tensors | {"layers": torch.tensor(self.layers)}
 
     def adopt(self, sequence_id: int, exported: dict[str, Tensor] | None) -> None:
         """Take over an exported sequence. Anything but a whole, fitting export leaves it cold."""
@@ -127,11 +129,11 @@ class SpinState:
         if lane == self.scratch or exported is None:
             return
         homes = {name: getattr(self, name)[:, lane] for name in _LANE_TENSORS}
-        fits = set(exported) == set(homes) and all(
+        fits = set(exported) == {*homes, "layers"} and all(
             exported[n].shape == home.shape and exported[n].dtype == home.dtype
             for n, home in homes.items()
         )
-        if fits:
+        if fits and exported["layers"].tolist() == list(self.layers):
             for name, home in homes.items():
                 home.copy_(exported[name])
 

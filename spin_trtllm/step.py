@@ -22,8 +22,8 @@ from torch import Tensor
 
 from spin_trtllm import reference as ops
 from spin_trtllm.config import SpinConfig
-from spin_trtllm.errors import refuse
-from spin_trtllm.geometry import accepted_drafts, visible_slots
+from spin_trtllm.errors import check_integer, refuse
+from spin_trtllm.geometry import accepted_drafts, last_position, visible_slots
 from spin_trtllm.reference import Selection
 from spin_trtllm.state import NOWHERE, SpinState
 
@@ -81,8 +81,7 @@ class SpinStep:
             refuse("exploration_policy", config.exploration_policy, allowed)
         if config.storage_dtype != state.v.dtype:
             refuse("state", str(state.v.dtype), f"a state of {config.state_dtype}")
-        if ratio < 1:
-            refuse("ratio", ratio, "an integer >= 1")
+        check_integer("ratio", ratio, 1, 2**31 - 1)
         self.config = config
         self.state = state
         self.ratio = ratio
@@ -108,10 +107,10 @@ class SpinStep:
         Raises:
             SpinError: unknown layer, repeated sequence, or positions that no draft can have.
         """
+        self._check(layers, sequence_ids, positions_tokens)
         state, positions = self.state, positions_tokens.to(self.state.device)
-        self._check(layers, sequence_ids, positions)
-        lanes = state.lanes(sequence_ids)
         homes = [self._layer_index(layer) * (state.sequences + 1) for layer in layers]
+        lanes = state.lanes(sequence_ids)
         flat = torch.tensor(
             [home + lane for home in homes for lane in lanes],
             dtype=torch.int64,
@@ -127,14 +126,21 @@ class SpinStep:
             positions,
             warm,
             torch.tensor(ids * len(layers), dtype=torch.int64, device=state.device),
-            torch.tensor(layers, device=state.device).repeat_interleave(len(lanes)),
+            torch.tensor(layers, dtype=torch.int64, device=state.device).repeat_interleave(
+                len(lanes)
+            ),
         )
         plan = StepPlan(tuple(layers), positions, flat, generations, warm, selection)
         self._open.update(dict.fromkeys(flat.tolist(), plan))
         return plan
 
     def top_k(self, plan: StepPlan, scores: Tensor) -> Tensor:
-        """The slots that each row's attention reads: int32 `[S, R, K]` (`topk_slots`)."""
+        """The slots that each row's attention reads: int32 `[S, R, K]` (`topk_slots`).
+
+        Raises:
+            SpinError: scores of another shape or dtype than the plan needs.
+        """
+        self._check_scores(plan, scores)
         return ops.topk_slots(
             scores,
             plan.selection.blocks,
@@ -153,8 +159,12 @@ class SpinStep:
             scores: fp32 `[S, R, N]`; accepted: int64 `[S]`, 0 .. drafts of that entry.
 
         Raises:
-            SpinError: a count outside 0 .. drafts.
+            SpinError: a count outside 0 .. drafts, or tensors of another shape or dtype.
         """
+        self._check_scores(plan, scores)
+        if accepted.dtype != torch.int64 or accepted.shape != plan.lanes.shape:
+            given = f"{accepted.dtype} {list(accepted.shape)}"
+            refuse("accepted", given, f"int64 {list(plan.lanes.shape)}")
         accepted = accepted.to(self.state.device)
         drafts = plan.drafts
         if bool(((accepted < 0) | (accepted > drafts.clamp(min=0))).any()):
@@ -165,8 +175,13 @@ class SpinStep:
         """Keep a step until the next `plan` of the same layers shows what was accepted.
 
         The scores must stay unchanged until then. A sequence that is missing from that plan, or
-        comes back at a position that no accepted count explains, is cold.
+        comes back at a position that no accepted count explains, is cold; one that runs the same
+        step again stays as it was before it.
+
+        Raises:
+            SpinError: scores of another shape or dtype than the plan needs.
         """
+        self._check_scores(plan, scores)
         self._deferred[plan.layers] = (plan, scores)
 
     # ---- how the product's variant decides; replay's variants replace these ----
@@ -228,10 +243,13 @@ class SpinStep:
     # ---- lifecycle ----
 
     def _continue_or_reset(self, lanes: Tensor, positions: Tensor) -> Tensor:
-        """Warm entries whose step starts where the last one ended; all others are made cold."""
+        """Warm entries whose step starts where the last one ended; all others are made cold.
+
+        Entries that are only padding take no step: they are neither warm nor touched.
+        """
         state = self.state
         warm = state.warm.view(-1)[lanes] & (state.next_tokens.view(-1)[lanes] == positions[:, 0])
-        cold = lanes[~warm]
+        cold = lanes[~warm & (positions[:, 0] >= 0)]
         state.v.flatten(0, 1)[cold] = 0
         state.d.flatten(0, 1)[cold] = 0
         state.warm.view(-1)[cold] = False
@@ -246,7 +264,9 @@ class SpinStep:
         plan, scores = deferred
         starts = dict(zip(lanes.tolist(), first_tokens.tolist(), strict=True))
         following = torch.tensor(
-            [starts.get(lane, NOWHERE) for lane in plan.lanes.tolist()], device=lanes.device
+            [starts.get(lane, NOWHERE) for lane in plan.lanes.tolist()],
+            dtype=torch.int64,
+            device=lanes.device,
         )
         accepted = accepted_drafts(plan.positions_tokens[:, 0], following)
         explained = (accepted >= 0) & (accepted <= plan.drafts)
@@ -273,7 +293,7 @@ class SpinStep:
             and self._open.get(lane) is plan
             for lane, generation in zip(plan.lanes.tolist(), plan.generations, strict=True)
         ]
-        return torch.tensor(fresh, dtype=torch.bool, device=state.device)
+        return torch.tensor(fresh, dtype=torch.bool, device=state.device) & (plan.drafts >= 0)
 
     # ---- checks ----
 
@@ -288,6 +308,8 @@ class SpinStep:
     ) -> None:
         if len(set(layers)) != len(layers):
             refuse("layers", list(layers), "each layer once")
+        if not isinstance(positions, Tensor):
+            refuse("positions_tokens", type(positions).__name__, "an int64 tensor")
         if positions.dtype != torch.int64 or positions.dim() != 2:
             given = f"{positions.dtype} {list(positions.shape)}"
             refuse("positions_tokens", given, "int64 [sequences, rows]")
@@ -295,6 +317,15 @@ class SpinStep:
             allowed = f"[{len(sequence_ids)}, rows >= 1]"
             refuse("positions_tokens", list(positions.shape), allowed)
         check_positions(positions, self.state.slots, self.ratio)
+
+    def _check_scores(self, plan: StepPlan, scores: Tensor) -> None:
+        low = int(visible_slots(plan.positions_tokens, self.ratio).amax()) if len(plan.lanes) else 0
+        given = f"{scores.dtype} {list(scores.shape)}"
+        wanted = plan.positions_tokens.shape
+        fits = scores.dim() == 3 and scores.shape[:2] == wanted and scores.dtype == torch.float32
+        if not fits or not low <= scores.shape[2] <= self.state.slots:
+            allowed = f"float32 [{wanted[0]}, {wanted[1]}, {low} .. {self.state.slots}]"
+            refuse("scores", given, allowed)
 
 
 def check_positions(positions: Tensor, slots: int, ratio: int) -> None:
@@ -312,6 +343,7 @@ def check_positions(positions: Tensor, slots: int, ratio: int) -> None:
     legal = (positions == wanted).all() & trailing.all()
     if not bool(legal):
         refuse("positions_tokens", positions.tolist(), "p0, p0 + 1, ... and then -1 in each row")
-    if int(visible_slots(positions.amax(), ratio)) > slots:
-        allowed = f"positions below {(slots + 1) * ratio - 1} ({slots} slots of capacity)"
+    last = last_position(slots, ratio)
+    if int(positions.amax()) > last:
+        allowed = f"positions up to {last} ({slots} slots of capacity)"
         refuse("positions_tokens", int(positions.amax()), allowed)

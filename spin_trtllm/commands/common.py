@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -66,7 +67,7 @@ def spin_config(
     """
     rest = dict(options)
     file = rest.pop("spin_config", None)
-    config = SpinConfig.from_yaml(file) if file else base or SpinConfig()
+    config = SpinConfig.from_yaml(file) if file is not None else base or SpinConfig()
     given = {field: rest.pop(field) for _, field, _, _ in _SPIN_OPTIONS}
     return replace(config, **{k: v for k, v in given.items() if v is not None}), rest
 
@@ -79,6 +80,7 @@ def run(command: click.Command, arguments: Sequence[str] | None, program: str) -
             prog_name=program,
             standalone_mode=False,
         )
+        sys.stdout.flush()  # while a full disk or a reader that left can still be reported
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help() if error.ctx else "")
         sys.exit(0)
@@ -88,12 +90,13 @@ def run(command: click.Command, arguments: Sequence[str] | None, program: str) -
         _fail(str(error))
     except click.Abort:
         sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader left, for example `| head`: no traceback
-        sys.exit(1)
+    except OSError as error:
+        _fail(f"output: cannot write: {error.strerror}", code=1)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str) -> None:
+def _fail(message: str, code: int = EXIT_BAD_INPUT) -> NoReturn:
     click.echo("error: " + " ".join(message.split()), err=True)
-    sys.exit(EXIT_BAD_INPUT)
+    if code != EXIT_BAD_INPUT:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer cannot go out
+    sys.exit(code)

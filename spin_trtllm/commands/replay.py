@@ -9,6 +9,7 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -59,7 +60,7 @@ def command(
     if as_json:
         click.echo(json.dumps(result))
         return
-    table = Table(title=f"{policy} on {opened.path.name}", title_justify="left")
+    table = Table(title=escape(f"{policy} on {opened.path.name}"), title_justify="left")
     table.add_column("figure")
     table.add_column("value", justify="right")
     for key, value in result.items():

@@ -7,6 +7,7 @@ import json
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from spin_trtllm.replay.trace import Trace
@@ -21,9 +22,9 @@ def command(trace: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(info))
         return
-    table = Table(title=str(trace), title_justify="left", show_header=False)
+    table = Table(title=escape(trace), title_justify="left", show_header=False)
     for key, value in info.items():
-        table.add_row(key.replace("_", " "), str(value))
+        table.add_row(key.replace("_", " "), escape(str(value)))
     Console().print(table)
 
 

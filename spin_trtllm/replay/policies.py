@@ -84,7 +84,16 @@ class SpinPolicy(Policy):
             predicted = self._spin.predict(plan.lanes, plan.positions_tokens)
         top_k = self._spin.top_k(plan, step.scores)
         self._spin.observe(plan, step.scores, torch.full(plan.warm.shape, step.accepted))
-        return Outcome(plan.warm, plan.selection, top_k, predicted)
+        return Outcome(plan.warm, self._cut(plan.selection), top_k, predicted)
+
+    def _cut(self, selection: Selection) -> Selection:
+        """Without the spare block of a state that must hold a slot even for an empty trace."""
+        width = self.blocks
+        return Selection(
+            selection.blocks[..., :width],
+            selection.row_blocks[..., :width],
+            selection.explored_blocks[..., :width],
+        )
 
     @property
     def final_state(self) -> tuple[Tensor, Tensor]:

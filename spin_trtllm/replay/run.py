@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from spin_trtllm.config import SpinConfig
-from spin_trtllm.files import atomic_file
+from spin_trtllm.errors import refuse
+from spin_trtllm.files import atomic_file, save_tensors
 from spin_trtllm.geometry import count_blocks
 from spin_trtllm.replay.metrics import Metrics
 from spin_trtllm.replay.policies import Outcome, make_policy
@@ -39,15 +41,13 @@ class Dump:
         self._steps["explored"].append(selection.explored_blocks)
         self._steps["topk"].append(outcome.top_k)
 
-    def save(self, path: str | os.PathLike[str], v: Tensor, d: Tensor) -> None:
-        """Write SPEC 9's dump, whole or not at all."""
+    def save(self, path: Path, v: Tensor, d: Tensor) -> None:
+        """Write SPEC 9's dump to a path that `atomic_file` gave."""
         tensors = {
             name: torch.stack(steps) if steps else self._blank[name]
             for name, steps in self._steps.items()
         }
-        tensors |= {"v": v.contiguous(), "d": d.contiguous()}
-        with atomic_file(path, argument="dump") as temporary:
-            save_file(tensors, temporary)
+        save_tensors(path, tensors | {"v": v, "d": d}, {}, argument="dump")
 
 
 def replay(
@@ -72,8 +72,11 @@ def replay(
         The metrics of SPEC 8.
 
     Raises:
-        SpinError: unknown policy, or NaN in a visible slot; nothing is written then.
+        SpinError: unknown policy, NaN in a visible slot, a dump that cannot be written or would
+            overwrite the trace; nothing is written then.
     """
+    if dump is not None and Path(dump).exists() and trace.path.samefile(dump):
+        refuse("dump", str(dump), "a file other than the trace")
     config = config.with_top_k(trace.top_k)
     chosen = make_policy(policy, config, trace, predictions=predictions)
     layers, top_k = len(trace.layers), chosen.top_k_slots
@@ -86,13 +89,15 @@ def replay(
         blocks=count_blocks(trace.slots, config.block_size),
         top_k=top_k,
     )
-    for step in trace:
-        outcome = chosen.step(step)
-        metrics.add(step, outcome)
-        if dump is not None:
-            record.add(outcome)
-        if on_step is not None:
-            on_step(step.index + 1)
-    if dump is not None:
-        record.save(dump, *chosen.final_state)
+    # The dump is opened first, so that a bad path is not found out after a long replay.
+    with nullcontext() if dump is None else atomic_file(dump, argument="dump") as target:
+        for step in trace:
+            outcome = chosen.step(step)
+            metrics.add(step, outcome)
+            if target is not None:
+                record.add(outcome)
+            if on_step is not None:
+                on_step(step.index + 1)
+        if target is not None:
+            record.save(target, *chosen.final_state)
     return metrics.result()

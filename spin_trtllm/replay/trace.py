@@ -13,12 +13,12 @@ from typing import NoReturn
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from spin_trtllm.errors import SpinError
-from spin_trtllm.files import atomic_file
-from spin_trtllm.geometry import visible_slots
+from spin_trtllm.config import MAX_TOP_K
+from spin_trtllm.errors import SpinError, refuse
+from spin_trtllm.files import atomic_file, save_tensors
+from spin_trtllm.geometry import last_position, visible_slots
 
 FORMAT = "spin-trace/1"
 
@@ -60,9 +60,11 @@ class Trace:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        if self.path.exists() and not self.path.is_file():
+            refuse("trace", str(path), "a regular file")
         metadata = self._open()
         self.ratio = self._integer(metadata, "ratio", 1, 2**31 - 1)
-        self.top_k = self._integer(metadata, "top_k", 1, 2**31 - 1)
+        self.top_k = self._integer(metadata, "top_k", 1, MAX_TOP_K)
         self.sequence_id = self._integer(metadata, "sequence_id", 0, 2**64 - 1)
         self.layers = self._layers(metadata)
         self.source = metadata.get("source", "")
@@ -89,6 +91,8 @@ class Trace:
             file.seek(self._score_offset)
             for index in range(self.steps):
                 data = np.fromfile(file, dtype=self._score_dtype, count=count)
+                if data.size < count:
+                    self._refuse("scores", f"an end in step {index}", f"{self.steps} steps")
                 scores = torch.from_numpy(data.astype(np.float32, copy=False).reshape(shape))
                 positions = self.positions_tokens[index]
                 accepted = int(self.accepted[index])
@@ -159,14 +163,15 @@ class Trace:
 
     def _integer(self, metadata: dict[str, str], key: str, low: int, high: int) -> int:
         text = metadata.get(key)
-        if text is None or not (text.isascii() and text.isdigit()) or not low <= int(text) <= high:
+        number = int(text) if text is not None and _is_number(text) else -1
+        if not low <= number <= high:
             self._refuse(f"metadata {key}", text, f"an integer in {low} .. {high}")
-        return int(text)
+        return number
 
     def _layers(self, metadata: dict[str, str]) -> tuple[int, ...]:
         text = metadata.get("layers")
         parts = [] if text is None else [part.strip() for part in text.split(",")]
-        good = bool(parts) and all(p.isascii() and p.isdigit() and len(p) < 10 for p in parts)
+        good = bool(parts) and all(_is_number(p) and len(p) < 10 for p in parts)
         if not good or len({int(p) for p in parts}) != len(parts):
             self._refuse("metadata layers", text, "distinct decoder-layer indices, as in 2,4,6")
         return tuple(int(p) for p in parts)
@@ -178,7 +183,7 @@ class Trace:
             bad = int(((positions < 0) | (positions != wanted)).any(1).nonzero()[0])
             given = f"{positions[bad].tolist()} at step {bad}"
             self._refuse("positions", given, "p0, p0 + 1, ... from p0 >= 0")
-        past = visible_slots(positions, self.ratio) > self.slots
+        past = positions > last_position(self.slots, self.ratio)
         if bool(past.any()):
             bad = int(past.any(1).nonzero()[0])
             given = f"{positions[bad].tolist()} at step {bad}"
@@ -192,7 +197,12 @@ class Trace:
             self._refuse("accepted", given, f"0 .. {self.rows - 1} (rows - 1)")
 
     def _refuse(self, what: str, given: object, allowed: str) -> NoReturn:
-        raise SpinError(f"trace {self.path}: {what}: got {given}, allowed: {allowed}")
+        refuse(f"trace {self.path}: {what}", given, allowed)
+
+
+def _is_number(text: str) -> bool:
+    """Plain decimal digits, no more than 2**64 has."""
+    return text.isascii() and text.isdigit() and len(text) <= 20
 
 
 def write_trace(
@@ -221,10 +231,8 @@ def write_trace(
         "layers": ",".join(str(layer) for layer in layers),
         "sequence_id": str(sequence_id),
     }
-    tensors = {
-        "scores": scores.contiguous(),
-        "positions": positions_tokens.contiguous(),
-        "accepted": accepted.contiguous(),
-    }
+    if source:
+        metadata["source"] = source
+    tensors = {"scores": scores, "positions": positions_tokens, "accepted": accepted}
     with atomic_file(path, argument="trace") as temporary:
-        save_file(tensors, temporary, metadata | ({"source": source} if source else {}))
+        save_tensors(temporary, tensors, metadata, argument="trace")

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from spin_trtllm.errors import refuse
-from spin_trtllm.files import atomic_file
+from spin_trtllm.files import atomic_file, save_tensors
 from spin_trtllm.geometry import count_blocks
 from spin_trtllm.replay.trace import write_trace
 from spin_trtllm.step import SpinStep, StepPlan
@@ -143,7 +142,7 @@ class Capture:
             "d": torch.stack([_pad(averages[n][1], slots + 1, 0.0) for n in layers]),
         }
         with atomic_file(path, argument="dump") as temporary:
-            save_file(tensors, temporary)
+            save_tensors(temporary, tensors, {}, argument="dump")
 
     def _open(self, sequence_id: int, layer: int, position: int, warm: bool) -> _Recording | None:
         """The recording whose last step this layer belongs to; None when none can be made."""
