@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few cells only")
     args = parser.parse_args()
     modes = args.modes.split(",")
-    library = load_library()
+    library = load_library() or parser.exit(1, "the kernel library has not been built\n")
     torch.manual_seed(0)
     cells = [(1, 32768), (1, 131072), (1, 262144), (8, 131072), (16, 131072), (96, 131072)]
     if args.quick:
