@@ -19,11 +19,12 @@ extern "C" {
 #endif
 
 enum {
-    /* Products are exact and sums as good as fp32 (errors near 1e-7 of the magnitude added up): e4m3
-     * widens to f16 without rounding. */
+    /* Products are exact and sums as good as fp32 (errors near 1e-7 of the magnitude added up):
+     * e4m3 widens to f16 without rounding. */
     SPIN_SCORE_EXACT = 0,
     /* SM90's fp8 tensor cores: quicker where arithmetic or power is the limit (several rows, large
-     * batches), but they align addends to 14 bits (errors near 3e-4). Elsewhere the same as exact. */
+     * batches), but they align addends to 14 bits (errors near 3e-4). Elsewhere the same as exact.
+     */
     SPIN_SCORE_FAST = 1,
     /* Exact by instructions that every architecture has: the path of all but SM90. */
     SPIN_SCORE_PORTABLE = 2
