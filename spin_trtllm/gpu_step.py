@@ -195,6 +195,48 @@ class GpuStep:
             )
         return out
 
+    def score(
+        self, index: int, query: Tensor, weights: Tensor, pages: Tensor, page_table: Tensor
+    ) -> None:
+        """Score the kept blocks of layer `index` with this package's kernel, into `scores`.
+
+        Args:
+            query: e4m3 `[S, rows, heads, 128]`; weights: fp32 `[S, rows, heads]`.
+            pages: uint8 `[num_pages, page_slots * 132]`, a page's keys and then its scales.
+            page_table: int32 `[S, pages]` of the host, not compacted.
+        """
+        view = self.layer(index)
+        heads = query.shape[2]
+        check_tensor("query", query, (torch.float8_e4m3fn,), (self._live, self.rows, "heads", 128))
+        check_tensor("weights", weights, (torch.float32,), (self._live, self.rows, heads))
+        check_tensor("pages", pages, (torch.uint8,), ("pages", "bytes"))
+        check_tensor("page_table", page_table, (torch.int32,), (self._live, "pages"))
+        if self._live:  # pragma: no cover - needs a GPU
+            native.call(
+                "score_slots",
+                native.stream_of(query),
+                query=query.contiguous(),
+                weights=weights.contiguous(),
+                pages=pages.contiguous(),
+                page_table=page_table,
+                visible_slots=view.visible_slots,
+                block_list=view.block_list,
+                block_count=view.block_count,
+                scores=view.scores,
+                num_pages=pages.shape[0],
+                page_table_stride=row_stride(page_table),
+                page_table_width=page_table.shape[1],
+                block_list_stride=self.blocks,
+                score_stride=self.scores.stride(0),
+                blocks=self.blocks,
+                sequences=self._live,
+                rows=self.rows,
+                heads=heads,
+                page_slots=pages.shape[1] // native.KEY_BYTES,
+                block_size=self.config.block_size,
+                arithmetic=native.SCORE_EXACT,
+            )
+
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers between steps, scores waiting for observation included."""

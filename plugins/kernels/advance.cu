@@ -103,7 +103,7 @@ extern "C" int spin_advance(const SpinAdvanceParams* p, cudaStream_t stream) {
     SPIN_CHECK_POINTER(p, warm, 1);
     SPIN_CHECK_POINTER(p, observed_rows, 4);
     SPIN_CHECK_POINTER(p, previous_entry, 4);
-    SPIN_CHECK_POINTER(p, block_scores, 4);
+    SPIN_CHECK_POINTER(p, block_scores, 8);
     SPIN_CHECK_RANGE(p, rows, 1, kMaxRows);
     SPIN_CHECK_RANGE(p, slots, 1, kMaxSlots);
     SPIN_CHECK_RANGE(p, ratio, 1, 1 << 20);

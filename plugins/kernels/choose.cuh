@@ -11,14 +11,14 @@
 
 namespace spin {
 
-constexpr int kBins = 2048;
-constexpr int kDigitBits = 11;
+constexpr int kBins = 1024;
+constexpr int kDigitBits = 10;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
 template <int kThreads>
 struct ChooseScratch {
-    uint32_t bins[kBins];  // first: read as uint4
-    uint32_t warp_totals[kThreads / 32];
+    uint32_t bins[kBins];  // first: read as vectors
+    uint32_t warp_totals[kThreads / 32], bin_totals[kThreads / 32];
     uint32_t lowest[kThreads / 32], highest[kThreads / 32];
     uint32_t digit, left, count;
 };
@@ -50,11 +50,44 @@ struct Range {
     }
 };
 
+// Counts of kBins / kThreads neighbouring bins, in one access.
+template <int kThreads>
+struct Bins {
+    static constexpr int kEach = kBins / kThreads;
+    static_assert(kEach == 2 || kEach == 4, "two or four bins a thread");
+    uint32_t counts[kEach];
+
+    __device__ __forceinline__ void load(const uint32_t* bins, int place) {
+        if constexpr (kEach == 4) {
+            const uint4 c = reinterpret_cast<const uint4*>(bins)[place];
+            counts[0] = c.x, counts[1] = c.y, counts[2] = c.z, counts[3] = c.w;
+        } else {
+            const uint2 c = reinterpret_cast<const uint2*>(bins)[place];
+            counts[0] = c.x, counts[1] = c.y;
+        }
+    }
+    __device__ __forceinline__ void add(const Bins& other) {
+#pragma unroll
+        for (int n = 0; n < kEach; ++n) {
+            counts[n] += other.counts[n];
+        }
+    }
+    __device__ __forceinline__ uint32_t sum() const {
+        uint32_t all = 0;
+#pragma unroll
+        for (int n = 0; n < kEach; ++n) {
+            all += counts[n];
+        }
+        return all;
+    }
+};
+
 template <int kThreads>
 __device__ __forceinline__ void clear_bins(ChooseScratch<kThreads>& s) {
-#pragma unroll
-    for (int i = 0; i < kBins / 4 / kThreads; ++i) {
-        reinterpret_cast<uint4*>(s.bins)[threadIdx.x + i * kThreads] = make_uint4(0, 0, 0, 0);
+    if constexpr (kBins / kThreads == 4) {
+        reinterpret_cast<uint4*>(s.bins)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+    } else {
+        reinterpret_cast<uint2*>(s.bins)[threadIdx.x] = make_uint2(0, 0);
     }
 }
 
@@ -77,17 +110,24 @@ __device__ __forceinline__ void reduce_range(uint32_t& lowest, uint32_t& highest
     }
 }
 
-// Exclusive prefix sum over the threads. All threads must call it, and it synchronises.
-template <int kThreads>
-__device__ __forceinline__ uint32_t scan_block(uint32_t value, ChooseScratch<kThreads>& s,
-                                               uint32_t* total = nullptr) {
-    const int t = threadIdx.x, lane = t & 31;
+// Inclusive prefix sum over the lanes.
+__device__ __forceinline__ uint32_t scan_warp(uint32_t value) {
+    const int lane = threadIdx.x & 31;
     uint32_t sum = value;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
         const uint32_t lower = __shfl_up_sync(kAllLanes, sum, step);
         sum += lane >= step ? lower : 0;
     }
+    return sum;
+}
+
+// Exclusive prefix sum over the threads. All threads must call it, and it synchronises.
+template <int kThreads>
+__device__ __forceinline__ uint32_t scan_block(uint32_t value, ChooseScratch<kThreads>& s,
+                                               uint32_t* total = nullptr) {
+    const int t = threadIdx.x, lane = t & 31;
+    const uint32_t sum = scan_warp(value);
     __syncthreads();  // an earlier scan's totals have been read
     if (lane == 31) {
         s.warp_totals[t >> 5] = sum;
@@ -107,32 +147,36 @@ __device__ __forceinline__ uint32_t scan_block(uint32_t value, ChooseScratch<kTh
 }
 
 // Finds the bin that holds the k-th largest: s.digit, how many of it are wanted (s.left), how many
-// it has (s.count). `load(i)` returns the counts of bins 4i .. 4i + 3. Ends synchronised.
+// it has (s.count). `load(place)` returns the thread's Bins. Ends synchronised. Only the warp that
+// holds the bin looks closer.
 template <int kThreads, typename Load>
 __device__ __forceinline__ void find_bin(uint32_t k, ChooseScratch<kThreads>& s, Load load) {
-    constexpr int kQuads = kBins / 4 / kThreads;
-    const int last = (kThreads - static_cast<int>(threadIdx.x)) * kQuads - 1;  // high digits first
-    uint4 counts[kQuads];
-    uint32_t sum = 0;
-#pragma unroll
-    for (int i = 0; i < kQuads; ++i) {
-        counts[i] = load(last - i);
-        sum += counts[i].x + counts[i].y + counts[i].z + counts[i].w;
+    constexpr int kEach = kBins / kThreads, kWarps = kThreads / 32;
+    const int t = threadIdx.x, warp = t >> 5;
+    const int place = kThreads - 1 - t;  // high digits first
+    const Bins<kThreads> bins = load(place);
+    const uint32_t sum = bins.sum();
+    const uint32_t of_warp = __reduce_add_sync(kAllLanes, sum);
+    if ((t & 31) == 0) {
+        s.bin_totals[warp] = of_warp;
     }
-    uint32_t before = scan_block(sum, s);
-    if (before < k && k <= before + sum) {
+    __syncthreads();
+    uint32_t before = 0;
 #pragma unroll
-        for (int i = 0; i < kQuads; ++i) {
-            const uint32_t four[4] = {counts[i].w, counts[i].z, counts[i].y, counts[i].x};
+    for (int w = 0; w < kWarps; ++w) {
+        before += w < warp ? s.bin_totals[w] : 0;
+    }
+    if (before < k && k <= before + of_warp) {
+        before += scan_warp(sum) - sum;
 #pragma unroll
-            for (int n = 0; n < 4; ++n) {
-                if (before < k && k <= before + four[n]) {
-                    s.digit = static_cast<uint32_t>((last - i) * 4 + 3 - n);
-                    s.left = k - before;
-                    s.count = four[n];
-                }
-                before += four[n];
+        for (int n = kEach - 1; n >= 0; --n) {
+            const uint32_t here = bins.counts[n];
+            if (before < k && k <= before + here) {
+                s.digit = static_cast<uint32_t>(place * kEach + n);
+                s.left = k - before;
+                s.count = here;
             }
+            before += here;
         }
     }
     __syncthreads();
@@ -151,11 +195,14 @@ __device__ __forceinline__ uint32_t lowest_bits(uint32_t word, int n) {
 }
 
 // chosen = the k best of the candidates. `keys` has 32 * words entries, `total` candidates are set;
-// words <= kThreads. Arguments are uniform; all threads must call it; ends synchronised.
+// words <= kThreads. `known` may hold a range that all candidates lie in, at best a narrow one; an
+// empty one (bits < 0) has it looked up. Arguments are uniform; all threads must call it; ends
+// synchronised.
 template <int kThreads>
 __device__ __forceinline__ void choose_best(const uint32_t* keys, const uint32_t* candidates,
                                             int words, int total, int k, uint32_t* chosen,
-                                            uint32_t* ties, ChooseScratch<kThreads>& s) {
+                                            uint32_t* ties, ChooseScratch<kThreads>& s,
+                                            Range known = Range{0, -1}) {
     constexpr int kWarps = kThreads / 32;
     const int t = threadIdx.x, warp = t >> 5, lane = t & 31;
     if (k <= 0 || k >= total) {
@@ -165,16 +212,21 @@ __device__ __forceinline__ void choose_best(const uint32_t* keys, const uint32_t
         __syncthreads();
         return;
     }
-    uint32_t low = 0xffffffffu, high = 0;
-    for (int w = warp; w < words; w += kWarps) {
-        if (candidates[w] >> lane & 1u) {
-            low = min(low, keys[w * 32 + lane]);
-            high = max(high, keys[w * 32 + lane]);
-        }
-    }
+    Range range = known;
     clear_bins(s);
-    reduce_range(low, high, s);
-    Range range = Range::of(low, high);
+    if (known.bits < 0) {
+        uint32_t low = 0xffffffffu, high = 0;
+        for (int w = warp; w < words; w += kWarps) {
+            if (candidates[w] >> lane & 1u) {
+                low = min(low, keys[w * 32 + lane]);
+                high = max(high, keys[w * 32 + lane]);
+            }
+        }
+        reduce_range(low, high, s);
+        range = Range::of(low, high);
+    } else {
+        __syncthreads();
+    }
     uint32_t left = static_cast<uint32_t>(k);
     while (true) {
         for (int w = warp; w < words; w += kWarps) {
@@ -184,7 +236,11 @@ __device__ __forceinline__ void choose_best(const uint32_t* keys, const uint32_t
             }
         }
         __syncthreads();
-        find_bin(left, s, [&](int i) { return reinterpret_cast<const uint4*>(s.bins)[i]; });
+        find_bin(left, s, [&](int place) {
+            Bins<kThreads> bins;
+            bins.load(s.bins, place);
+            return bins;
+        });
         range = range.at(s.digit);
         left = s.left;
         // A bin that is wanted as a whole needs no further digit.

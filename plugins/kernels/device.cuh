@@ -20,6 +20,10 @@ __device__ __forceinline__ void wait_for_inputs() {
 #endif
 }
 
+__device__ __forceinline__ void prefetch(const void* p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 __device__ __forceinline__ float minus_infinity() {
     return __int_as_float(0xff800000);
 }

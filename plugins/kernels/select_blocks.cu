@@ -100,8 +100,9 @@ __device__ __forceinline__ void choose_row(const SpinSelectBlocksParams& p, Shar
         s.candidates[t] &= ~s.chosen[t];
     }
     __syncthreads();
+    // Priorities are spread evenly over all 32 bits.
     choose_best(priorities, s.candidates, words, free_blocks - counts.ranked, counts.explored,
-                s.chosen, s.ties, s.scratch);
+                s.chosen, s.ties, s.scratch, Range{0, 32});
     if (t < words)
         s.row[t] |= s.chosen[t];
 }

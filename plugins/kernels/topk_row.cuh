@@ -9,7 +9,7 @@
 
 namespace spin {
 
-constexpr int kSampleSize = 4096;     // in pieces of four neighbours
+constexpr int kSampleEach = 8;        // scores of the sample a thread, in pieces of four neighbours
 constexpr int kMaxBufferSize = 8192;  // marked scores that one block can choose from
 constexpr int kMaxCluster = 8;        // the largest that every GPU grants
 
@@ -24,11 +24,12 @@ template <int kThreads>
 struct TopkShared {
     ChooseScratch<kThreads> scratch;
     uint32_t marked[kMaxCluster];    // scores that each block of the cluster marked
+    uint32_t highest;                // key of the best marked score of the row
     uint32_t strictly[kMaxCluster];  // descent: scores above the threshold in each block
     uint32_t level[kMaxCluster];     // descent: scores at the threshold in each block
     uint32_t candidates[kMaxBufferSize / 32], chosen[kMaxBufferSize / 32];
     uint32_t ties[kMaxBufferSize / 32];
-    // followed by keys [buffer_size], columns [buffer_size], marks [mark_words], levels
+    // followed by keys [buffer_size], slots [buffer_size], marks [mark_words], levels
     // [mark_words]
 };
 
@@ -66,13 +67,13 @@ struct Row {
 template <int kThreads>
 __device__ __forceinline__ float sample_bound(const Row& row, uint32_t rank,
                                               ChooseScratch<kThreads>& s) {
-    constexpr int kEach = kSampleSize / kThreads;
+    constexpr int kEach = kSampleEach;
     uint32_t keys[kEach];
     const uint64_t pieces = static_cast<uint64_t>(row.length / 4);
 #pragma unroll
     for (int i = 0; i < kEach / 4; ++i) {
         const uint64_t index = threadIdx.x + i * kThreads;
-        const int piece = static_cast<int>(index * pieces / (kSampleSize / 4));
+        const int piece = static_cast<int>(index * pieces / (kEach / 4 * kThreads));
         const float4 z = *reinterpret_cast<const float4*>(row.at(piece * 4));
         keys[4 * i] = ordered_key(z.x);
         keys[4 * i + 1] = ordered_key(z.y);
@@ -97,7 +98,11 @@ __device__ __forceinline__ float sample_bound(const Row& row, uint32_t rank,
             }
         }
         __syncthreads();
-        find_bin(left, s, [&](int i) { return reinterpret_cast<const uint4*>(s.bins)[i]; });
+        find_bin(left, s, [&](int place) {
+            Bins<kThreads> bins;
+            bins.load(s.bins, place);
+            return bins;
+        });
         range = range.at(s.digit);
         // The low end of a small bin is near enough.
         if (range.bits == 0 || (s.count - s.left) * 8 <= rank) {
@@ -135,16 +140,16 @@ __device__ __forceinline__ uint32_t list_marks(const uint32_t* marks, int words,
 
 // Chooses k of the `count` keys in shared memory and writes their slots.
 template <int kThreads>
-__device__ __forceinline__ void finish_row(const Row& row, TopkShared<kThreads>& s,
-                                           const uint32_t* keys, const uint32_t* columns, int count,
-                                           int k, int top_k, int32_t* out) {
+__device__ __forceinline__ void finish_row(TopkShared<kThreads>& s, const uint32_t* keys,
+                                           const uint32_t* slots, int count, int k, int top_k,
+                                           int32_t* out, Range known = Range{0, -1}) {
     const int t = threadIdx.x, warp = t >> 5, lane = t & 31, words = (count + 31) / 32;
     if (t < words) {
         const int n = count - t * 32;
         s.candidates[t] = n >= 32 ? 0xffffffffu : (1u << n) - 1u;
     }
     __syncthreads();
-    choose_best(keys, s.candidates, words, count, k, s.chosen, s.ties, s.scratch);
+    choose_best(keys, s.candidates, words, count, k, s.chosen, s.ties, s.scratch, known);
     const uint32_t before = scan_block(t < words ? __popc(s.chosen[t]) : 0u, s.scratch);
     if (t < words) {
         s.ties[t] = before;
@@ -154,7 +159,7 @@ __device__ __forceinline__ void finish_row(const Row& row, TopkShared<kThreads>&
         const uint32_t word = s.chosen[w];
         if (word >> lane & 1u) {
             const uint32_t place = s.ties[w] + __popc(word & ((1u << lane) - 1u));
-            out[place] = row.slot(static_cast<int>(columns[w * 32 + lane]));
+            out[place] = static_cast<int32_t>(slots[w * 32 + lane]);
         }
     }
     for (int i = k + t; i < top_k; i += kThreads) {
@@ -190,12 +195,12 @@ __device__ __noinline__ void descend(const Row& row, TopkShared<kThreads>& s, ui
             }
         }
         cluster.sync();
-        find_bin(left, s.scratch, [&](int i) {
-            uint4 sum = make_uint4(0, 0, 0, 0);
-            for (int b = 0; b < blocks; ++b) {
-                const uint32_t* bins = cluster.map_shared_rank(s.scratch.bins, b);
-                const uint4 c = reinterpret_cast<const uint4*>(bins)[i];
-                sum.x += c.x, sum.y += c.y, sum.z += c.z, sum.w += c.w;
+        find_bin(left, s.scratch, [&](int place) {
+            Bins<kThreads> sum, bins;
+            sum.load(s.scratch.bins, place);
+            for (int b = 1; b < blocks; ++b) {
+                bins.load(cluster.map_shared_rank(s.scratch.bins, (rank + b) % blocks), place);
+                sum.add(bins);
             }
             return sum;
         });

@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 3 : 1)
     extern __shared__ uint4 memory[];
     auto& s = *reinterpret_cast<TopkShared<kThreads>*>(memory);
     uint32_t* keys = reinterpret_cast<uint32_t*>(&s + 1);
-    uint32_t* columns = keys + a.buffer_size;
-    uint32_t* marks = columns + a.buffer_size;
+    uint32_t* slots = keys + a.buffer_size;
+    uint32_t* marks = slots + a.buffer_size;
     uint32_t* levels = marks + a.mark_words;
     cg::cluster_group cluster = cg::this_cluster();
     const int t = threadIdx.x, blocks = static_cast<int>(cluster.num_blocks());
@@ -50,9 +50,9 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 3 : 1)
         if (rank == 0) {
             for (int i = t; i < row.length; i += kThreads) {
                 keys[i] = ordered_key(*row.at(i));
-                columns[i] = static_cast<uint32_t>(i);
+                slots[i] = static_cast<uint32_t>(row.slot(i));
             }
-            finish_row(row, s, keys, columns, row.length, k, a.p.top_k, out);
+            finish_row(s, keys, slots, row.length, k, a.p.top_k, out);
         }
         return;
     }
@@ -63,15 +63,25 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 3 : 1)
     const int end_group = min(first_group + slice, groups);
     const int words = (end_group - first_group + 3) / 4;
 
-    // The first scores are on their way while the bound is found.
+    // The slice sets out for the second-level cache, and its first scores for registers, while the
+    // bound is found.
+    if (!row.full) {
+        for (int g = first_group + 4 * t; g < end_group; g += 4 * kThreads) {
+            prefetch(row.at(g * kGroup));
+        }
+    }
     float ahead[kAhead][kGroup];
 #pragma unroll
     for (int n = 0; n < kAhead; ++n) {
         row.load_group(min(first_group + t + n * kThreads, groups - 1), ahead[n]);
     }
     // Enough of the sample that fewer than k of the row lie above only by rare bad luck.
-    const float expected = static_cast<float>(k) * kSampleSize / static_cast<float>(row.length);
+    const float expected =
+        static_cast<float>(k) * (kSampleEach * kThreads) / static_cast<float>(row.length);
     const float wanted = expected + 6.0f * sqrtf(expected) + 8.0f;
+    if (t == 0) {
+        s.highest = 0;
+    }
     cluster.barrier_arrive();
     const float bound = sample_bound(row, static_cast<uint32_t>(wanted), s.scratch);
     cluster.barrier_wait();  // every block has begun: its shared memory may be written to
@@ -103,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 3 : 1)
         __syncthreads();
         const uint32_t fits = static_cast<uint32_t>(a.buffer_size);
         const uint32_t marked =
-            list_marks(marks, words, first_group * kGroup, columns, fits, s.scratch);
+            list_marks(marks, words, first_group * kGroup, slots, fits, s.scratch);
         if (t < blocks) {
             cluster.map_shared_rank(s.marked, t)[rank] = marked;
         }
@@ -115,21 +125,27 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 3 : 1)
         }
         usable = total >= static_cast<uint32_t>(k) && total <= fits;
         if (usable) {
-            // The first block's own come first and are in place; the others send theirs.
+            // The first block's own come first and stay in place; the others send theirs.
             uint32_t* their_keys = cluster.map_shared_rank(keys, 0);
-            uint32_t* their_columns = cluster.map_shared_rank(columns, 0);
+            uint32_t* their_slots = cluster.map_shared_rank(slots, 0);
+            uint32_t highest = 0;
             for (uint32_t i = t; i < marked; i += kThreads) {
-                const uint32_t column = columns[i];
-                their_keys[before + i] = ordered_key(*row.at(static_cast<int>(column)));
-                if (rank != 0) {
-                    their_columns[before + i] = column;
-                }
+                const int column = static_cast<int>(slots[i]);
+                const uint32_t key = ordered_key(*row.at(column));
+                their_slots[before + i] = static_cast<uint32_t>(row.slot(column));
+                their_keys[before + i] = key;
+                highest = max(highest, key);
+            }
+            highest = __reduce_max_sync(kAllLanes, highest);
+            if ((t & 31) == 0 && highest > 0) {
+                atomicMax(cluster.map_shared_rank(&s.highest, 0), highest);
             }
         }
         cluster.sync();
         if (usable) {
             if (rank == 0) {
-                finish_row(row, s, keys, columns, static_cast<int>(total), k, a.p.top_k, out);
+                const Range range = Range::of(ordered_key(bound), s.highest);
+                finish_row(s, keys, slots, static_cast<int>(total), k, a.p.top_k, out, range);
             }
             return;
         }
