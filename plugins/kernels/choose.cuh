@@ -14,6 +14,7 @@ namespace spin {
 constexpr int kBins = 1024;
 constexpr int kDigitBits = 10;
 constexpr uint32_t kAllLanes = 0xffffffffu;
+constexpr uint32_t kFew = 32;  // undecided keys that are compared one by one
 
 template <int kThreads>
 struct ChooseScratch {
@@ -21,6 +22,7 @@ struct ChooseScratch {
     uint32_t warp_totals[kThreads / 32], bin_totals[kThreads / 32];
     uint32_t lowest[kThreads / 32], highest[kThreads / 32];
     uint32_t digit, left, count;
+    uint32_t few, few_keys[kFew], few_places[kFew];
 };
 
 // The keys that are still undecided: base .. base + 2^bits - 1. All above are in, all below out.
@@ -194,6 +196,31 @@ __device__ __forceinline__ uint32_t lowest_bits(uint32_t word, int n) {
     return word ^ rest;
 }
 
+// Calls f(word, key, is_candidate) for the lane's key in each of the warp's words. Loads of four
+// words go out together: everything here is a chain of short waits.
+template <int kThreads, typename Visit>
+__device__ __forceinline__ void for_each_key(const uint32_t* keys, const uint32_t* candidates,
+                                             int words, Visit f) {
+    constexpr int kWarps = kThreads / 32, kTogether = 4;
+    const int lane = threadIdx.x & 31;
+    for (int first = threadIdx.x >> 5; first < words; first += kTogether * kWarps) {
+        uint32_t key[kTogether];
+        bool in[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+            const int w = min(first + i * kWarps, words - 1);
+            key[i] = keys[w * 32 + lane];
+            in[i] = candidates[w] >> lane & 1u;
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+            if (first + i * kWarps < words) {
+                f(first + i * kWarps, key[i], in[i]);
+            }
+        }
+    }
+}
+
 // chosen = the k best of the candidates. `keys` has 32 * words entries, `total` candidates are set;
 // words <= kThreads. `known` may hold a range that all candidates lie in, at best a narrow one; an
 // empty one (bits < 0) has it looked up. Arguments are uniform; all threads must call it; ends
@@ -203,8 +230,7 @@ __device__ __forceinline__ void choose_best(const uint32_t* keys, const uint32_t
                                             int words, int total, int k, uint32_t* chosen,
                                             uint32_t* ties, ChooseScratch<kThreads>& s,
                                             Range known = Range{0, -1}) {
-    constexpr int kWarps = kThreads / 32;
-    const int t = threadIdx.x, warp = t >> 5, lane = t & 31;
+    const int t = threadIdx.x, lane = t & 31;
     if (k <= 0 || k >= total) {
         if (t < words) {
             chosen[t] = k <= 0 ? 0u : candidates[t];
@@ -216,25 +242,25 @@ __device__ __forceinline__ void choose_best(const uint32_t* keys, const uint32_t
     clear_bins(s);
     if (known.bits < 0) {
         uint32_t low = 0xffffffffu, high = 0;
-        for (int w = warp; w < words; w += kWarps) {
-            if (candidates[w] >> lane & 1u) {
-                low = min(low, keys[w * 32 + lane]);
-                high = max(high, keys[w * 32 + lane]);
-            }
-        }
+        for_each_key<kThreads>(keys, candidates, words, [&](int, uint32_t key, bool in) {
+            low = in ? min(low, key) : low;
+            high = in ? max(high, key) : high;
+        });
         reduce_range(low, high, s);
         range = Range::of(low, high);
     } else {
         __syncthreads();
     }
-    uint32_t left = static_cast<uint32_t>(k);
-    while (true) {
-        for (int w = warp; w < words; w += kWarps) {
-            const uint32_t key = keys[w * 32 + lane];
-            if ((candidates[w] >> lane & 1u) && range.has(key)) {
+    uint32_t left = static_cast<uint32_t>(k), count = static_cast<uint32_t>(total);
+    if (t == 0) {
+        s.few = 0;
+    }
+    do {
+        for_each_key<kThreads>(keys, candidates, words, [&](int, uint32_t key, bool in) {
+            if (in && range.has(key)) {
                 atomicAdd(&s.bins[range.digit(key)], 1u);
             }
-        }
+        });
         __syncthreads();
         find_bin(left, s, [&](int place) {
             Bins<kThreads> bins;
@@ -243,24 +269,50 @@ __device__ __forceinline__ void choose_best(const uint32_t* keys, const uint32_t
         });
         range = range.at(s.digit);
         left = s.left;
-        // A bin that is wanted as a whole needs no further digit.
-        if (range.bits == 0 || s.count == left) {
+        count = s.count;
+        if (range.bits == 0 || count == left || count <= kFew) {
             break;
         }
         clear_bins(s);
         __syncthreads();
+    } while (true);
+    const bool whole = count == left;  // all that is undecided is wanted
+    const bool few = !whole && count <= kFew;
+    if (few) {
+        for_each_key<kThreads>(keys, candidates, words, [&](int w, uint32_t key, bool in) {
+            if (in && range.has(key)) {
+                const uint32_t at = atomicAdd(&s.few, 1u);
+                s.few_keys[at] = key;
+                s.few_places[at] = static_cast<uint32_t>(w * 32 + lane);
+            }
+        });
+        __syncthreads();
     }
-    for (int w = warp; w < words; w += kWarps) {
-        const bool in = candidates[w] >> lane & 1u;
-        const uint32_t key = keys[w * 32 + lane];
-        const uint32_t above = __ballot_sync(kAllLanes, in && range.is_above(key));
-        const uint32_t level = __ballot_sync(kAllLanes, in && range.has(key));
-        if (lane == 0) {
-            chosen[w] = above;
-            ties[w] = level;
+    for_each_key<kThreads>(keys, candidates, words, [&](int w, uint32_t key, bool is_candidate) {
+        const uint32_t place = static_cast<uint32_t>(w * 32 + lane);
+        bool in = is_candidate && range.is_above(key);
+        const bool level = is_candidate && range.has(key);
+        if (level && few) {
+            uint32_t better = 0;
+#pragma unroll 4
+            for (uint32_t i = 0; i < count; ++i) {
+                const uint32_t other = s.few_keys[i];
+                better += other > key || (other == key && s.few_places[i] < place);
+            }
+            in = better < left;
         }
-    }
+        in |= level && whole;
+        const uint32_t chosen_word = __ballot_sync(kAllLanes, in);
+        const uint32_t level_word = __ballot_sync(kAllLanes, level);
+        if (lane == 0) {
+            chosen[w] = chosen_word;
+            ties[w] = level_word;
+        }
+    });
     __syncthreads();
+    if (whole || few) {
+        return;
+    }
     const uint32_t level = t < words ? ties[t] : 0u;
     const int before = static_cast<int>(scan_block(__popc(level), s));
     if (t < words) {

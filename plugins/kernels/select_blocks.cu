@@ -78,6 +78,7 @@ __device__ __forceinline__ void choose_row(const SpinSelectBlocksParams& p, Shar
                                            uint32_t* priorities, int64_t e, int r, int present,
                                            int words, int last_tile) {
     const int t = threadIdx.x;
+#pragma unroll 4
     for (int j = t; j < present; j += kThreads) {
         // Also lifts NaN to the lowest number: nothing ties with a block that does not exist.
         s.keys[j] = ordered_key(fmaxf(block_score(p, e, r, j, last_tile), -FLT_MAX));

@@ -63,28 +63,42 @@ struct Row {
     }
 };
 
+// Evenly spread scores of a row: the first `pieces` of `z` a thread.
+template <int kThreads>
+__device__ __forceinline__ void load_sample(const Row& row, int pieces,
+                                            float4 (&z)[kSampleEach / 4]) {
+    const uint64_t all = static_cast<uint64_t>(row.length / 4);
+#pragma unroll
+    for (int i = 0; i < kSampleEach / 4; ++i) {
+        if (i < pieces) {
+            const uint64_t index = threadIdx.x + i * kThreads;
+            const int piece = static_cast<int>(index * all / (pieces * kThreads));
+            z[i] = *reinterpret_cast<const float4*>(row.at(piece * 4));
+        }
+    }
+}
+
 // A score such that about `rank` of the sample lie at or above it; -inf if none is usable.
 template <int kThreads>
-__device__ __forceinline__ float sample_bound(const Row& row, uint32_t rank,
-                                              ChooseScratch<kThreads>& s) {
+__device__ __forceinline__ float sample_bound(const float4 (&z)[kSampleEach / 4], int pieces,
+                                              uint32_t rank, ChooseScratch<kThreads>& s) {
     constexpr int kEach = kSampleEach;
     uint32_t keys[kEach];
-    const uint64_t pieces = static_cast<uint64_t>(row.length / 4);
 #pragma unroll
     for (int i = 0; i < kEach / 4; ++i) {
-        const uint64_t index = threadIdx.x + i * kThreads;
-        const int piece = static_cast<int>(index * pieces / (kEach / 4 * kThreads));
-        const float4 z = *reinterpret_cast<const float4*>(row.at(piece * 4));
-        keys[4 * i] = ordered_key(z.x);
-        keys[4 * i + 1] = ordered_key(z.y);
-        keys[4 * i + 2] = ordered_key(z.z);
-        keys[4 * i + 3] = ordered_key(z.w);
+        keys[4 * i] = ordered_key(z[i].x);
+        keys[4 * i + 1] = ordered_key(z[i].y);
+        keys[4 * i + 2] = ordered_key(z[i].z);
+        keys[4 * i + 3] = ordered_key(z[i].w);
     }
+    const int each = pieces * 4;
     uint32_t low = 0xffffffffu, high = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-        low = min(low, keys[i]);
-        high = max(high, keys[i]);
+        if (i < each) {
+            low = min(low, keys[i]);
+            high = max(high, keys[i]);
+        }
     }
     clear_bins(s);
     reduce_range(low, high, s);
@@ -93,7 +107,7 @@ __device__ __forceinline__ float sample_bound(const Row& row, uint32_t rank,
     while (true) {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            if (range.has(keys[i])) {
+            if (i < each && range.has(keys[i])) {
                 atomicAdd(&s.bins[range.digit(keys[i])], 1u);
             }
         }
@@ -150,16 +164,17 @@ __device__ __forceinline__ void finish_row(TopkShared<kThreads>& s, const uint32
     }
     __syncthreads();
     choose_best(keys, s.candidates, words, count, k, s.chosen, s.ties, s.scratch, known);
-    const uint32_t before = scan_block(t < words ? __popc(s.chosen[t]) : 0u, s.scratch);
-    if (t < words) {
-        s.ties[t] = before;
-    }
-    __syncthreads();
     for (int w = warp; w < words; w += kThreads / 32) {
+        // Every warp counts what lies before its words: quicker than to wait for each other.
+        uint32_t before = 0;
+        for (int i = lane; i < w; i += 32) {
+            before += __popc(s.chosen[i]);
+        }
+        before = __reduce_add_sync(kAllLanes, before);
         const uint32_t word = s.chosen[w];
         if (word >> lane & 1u) {
-            const uint32_t place = s.ties[w] + __popc(word & ((1u << lane) - 1u));
-            out[place] = static_cast<int32_t>(slots[w * 32 + lane]);
+            out[before + __popc(word & ((1u << lane) - 1u))] =
+                static_cast<int32_t>(slots[w * 32 + lane]);
         }
     }
     for (int i = k + t; i < top_k; i += kThreads) {

@@ -18,10 +18,12 @@ constexpr int kMaxTopK = 2048;
 constexpr int kMarkBytes = 48 * 1024;  // shared memory for one block's marks and levels
 constexpr int kFewThreads = 256, kManyThreads = 512;
 
-template <int kThreads>
-__global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 3 : 1)
-    choose_rows(const TopkArgs a) {
-    constexpr int kAhead = kThreads == kFewThreads ? 3 : 4;  // groups that a thread has in flight
+// kBlocks: thread blocks a multiprocessor.
+template <int kThreads, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks) choose_rows(const TopkArgs a) {
+    constexpr int kAhead = kBlocks == 1   ? 4
+                           : kBlocks == 3 ? 3
+                                          : 2;  // groups that a thread has in flight
     namespace cg = cooperative_groups;
     extern __shared__ uint4 memory[];
     auto& s = *reinterpret_cast<TopkShared<kThreads>*>(memory);
@@ -63,27 +65,29 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 3 : 1)
     const int end_group = min(first_group + slice, groups);
     const int words = (end_group - first_group + 3) / 4;
 
-    // The slice sets out for the second-level cache, and its first scores for registers, while the
-    // bound is found.
-    if (!row.full) {
-        for (int g = first_group + 4 * t; g < end_group; g += 4 * kThreads) {
-            prefetch(row.at(g * kGroup));
-        }
-    }
+    // The sample comes first; the slice is on its way while the bound is found.
+    const int pieces = kThreads == kManyThreads && row.length <= 1 << 17 ? 1 : 2;
+    float4 sample[kSampleEach / 4] = {};
+    load_sample<kThreads>(row, pieces, sample);
     float ahead[kAhead][kGroup];
 #pragma unroll
     for (int n = 0; n < kAhead; ++n) {
         row.load_group(min(first_group + t + n * kThreads, groups - 1), ahead[n]);
     }
+    if (!row.full) {
+        for (int g = first_group + kAhead * kThreads + 4 * t; g < end_group; g += 4 * kThreads) {
+            prefetch(row.at(g * kGroup));
+        }
+    }
     // Enough of the sample that fewer than k of the row lie above only by rare bad luck.
     const float expected =
-        static_cast<float>(k) * (kSampleEach * kThreads) / static_cast<float>(row.length);
+        static_cast<float>(k) * (4 * pieces * kThreads) / static_cast<float>(row.length);
     const float wanted = expected + 6.0f * sqrtf(expected) + 8.0f;
     if (t == 0) {
         s.highest = 0;
     }
     cluster.barrier_arrive();
-    const float bound = sample_bound(row, static_cast<uint32_t>(wanted), s.scratch);
+    const float bound = sample_bound(sample, pieces, static_cast<uint32_t>(wanted), s.scratch);
     cluster.barrier_wait();  // every block has begun: its shared memory may be written to
     bool usable = bound > minus_infinity();  // else it would hide NaN, which counts as -inf
     if (usable) {
@@ -177,11 +181,12 @@ extern "C" int spin_topk_slots(const SpinTopkSlotsParams* p, cudaStream_t stream
     TopkArgs a = {};
     a.p = *p;
     a.block_shift = __builtin_ctz(static_cast<unsigned>(p->block_size));
-    // Longer rows leave more to choose from, as the sample gets coarser.
-    a.buffer_size = p->top_k <= 1024 && capacity <= (1 << 19) ? kMaxBufferSize / 2 : kMaxBufferSize;
+    // More to choose, and longer rows, whose sample is coarser, leave more to choose from.
+    const bool small = p->top_k <= 512 && capacity <= (1 << 17);
+    a.buffer_size = small ? kMaxBufferSize / 2 : kMaxBufferSize;
     const int64_t rows = static_cast<int64_t>(p->entries) * p->rows;
     // Few rows spread over many multiprocessors; many rows fill them anyway. The steps keep all
-    // thread blocks resident at once on 132 multiprocessors: 1 of many threads, or 3 of few, each.
+    // thread blocks resident at once on 132 multiprocessors.
     const bool many = rows <= 16;
     int cluster = rows <= 48 ? kMaxCluster : rows <= 96 ? 4 : rows <= 192 ? 2 : 1;
     if (capacity <= a.buffer_size) {
@@ -201,9 +206,10 @@ extern "C" int spin_topk_slots(const SpinTopkSlotsParams* p, cudaStream_t stream
         2 * static_cast<size_t>(a.buffer_size) + 2 * static_cast<size_t>(a.mark_words);
     const dim3 grid(static_cast<unsigned>(rows * cluster));
     if (many) {
-        return launch(choose_rows<kManyThreads>, grid, kManyThreads,
+        return launch(choose_rows<kManyThreads, 1>, grid, kManyThreads,
                       sizeof(TopkShared<kManyThreads>) + 4 * words, cluster, stream, a);
     }
-    return launch(choose_rows<kFewThreads>, grid, kFewThreads,
-                  sizeof(TopkShared<kFewThreads>) + 4 * words, cluster, stream, a);
+    const auto kernel = rows <= 48 ? choose_rows<kFewThreads, 3> : choose_rows<kFewThreads, 4>;
+    return launch(kernel, grid, kFewThreads, sizeof(TopkShared<kFewThreads>) + 4 * words, cluster,
+                  stream, a);
 }
