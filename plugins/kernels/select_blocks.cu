@@ -51,19 +51,21 @@ __device__ __forceinline__ uint32_t leading_bits(int count, int w) {
     return n >= 32 ? 0xffffffffu : n <= 0 ? 0u : (1u << n) - 1u;
 }
 
-__device__ __forceinline__ float block_score(const SpinSelectBlocksParams& p, int64_t e, int r,
-                                             int block, int last_tile) {
-    const int64_t row = e * p.rows + r;
-    if (p.tile_blocks == 0)
-        return p.block_scores[row * p.blocks + block];
-    const int tile = block >> (__ffs(p.tile_blocks) - 1), k = block & (p.tile_blocks - 1);
-    const int width = p.tile_blocks + 2;
-    const float* at = p.block_scores + (row * p.tiles + tile) * width;
-    float score = at[k + 2];
+// Where a row keeps the score of a block: its own place, and where the next tile adds to it. Most
+// blocks have only the first, and name it twice, so that loads need no branch.
+struct ScorePlaces {
+    int own, added;
+};
+
+__device__ __forceinline__ ScorePlaces score_places(int tile_blocks, int block, int last_tile) {
+    if (tile_blocks == 0) {
+        return {block, block};
+    }
+    const int tile = block >> (__ffs(tile_blocks) - 1), k = block & (tile_blocks - 1);
+    const int width = tile_blocks + 2, own = tile * width + k + 2;
     // The next tile knows some offsets of this tile's last two blocks.
-    if (k >= p.tile_blocks - 2 && tile < last_tile)
-        score = fmaxf(score, at[width + k - (p.tile_blocks - 2)]);
-    return score;
+    const bool split = k >= tile_blocks - 2 && tile < last_tile;
+    return {own, split ? (tile + 1) * width + k - (tile_blocks - 2) : own};
 }
 
 template <int kThreads>
@@ -78,10 +80,27 @@ __device__ __forceinline__ void choose_row(const SpinSelectBlocksParams& p, Shar
                                            uint32_t* priorities, int64_t e, int r, int present,
                                            int words, int last_tile) {
     const int t = threadIdx.x;
-#pragma unroll 4
-    for (int j = t; j < present; j += kThreads) {
-        // Also lifts NaN to the lowest number: nothing ties with a block that does not exist.
-        s.keys[j] = ordered_key(fmaxf(block_score(p, e, r, j, last_tile), -FLT_MAX));
+    constexpr int kTogether = 4;  // loads that go out before the first is waited for
+    const int64_t row_width =
+        p.tile_blocks == 0 ? p.blocks : static_cast<int64_t>(p.tiles) * (p.tile_blocks + 2);
+    const float* scores = p.block_scores + (e * p.rows + r) * row_width;
+    for (int first = t; first < present; first += kTogether * kThreads) {
+        float own[kTogether], added[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+            const int block = min(first + i * kThreads, present - 1);
+            const ScorePlaces at = score_places(p.tile_blocks, block, last_tile);
+            own[i] = scores[at.own];
+            added[i] = scores[at.added];
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+            const int block = first + i * kThreads;
+            if (block < present) {
+                // Also lifts NaN to the lowest number: nothing ties with a block that is not there.
+                s.keys[block] = ordered_key(fmaxf(fmaxf(own[i], added[i]), -FLT_MAX));
+            }
+        }
     }
     uint32_t forced = 0;
     if (t < words) {

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `GpuState` and `GpuStep` do without a GPU: layout, bookkeeping, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spin_trtllm.config import SpinConfig
+from spin_trtllm.errors import SpinError
+from spin_trtllm.gpu_step import NO_LANE, GpuState, GpuStep
+
+CONFIG = SpinConfig(top_k=8, block_size=64, state_dtype="bf16")
+
+
+def make_state(dtype: torch.dtype = torch.bfloat16) -> GpuState:
+    return GpuState((3, 7), sequences=2, slots=1001, dtype=dtype, device="cpu")
+
+
+def make_step(**options: object) -> GpuStep:
+    arguments = {"ratio": 4, "sequences": 2, "rows": 2, **options}
+    return GpuStep(CONFIG, make_state(), **arguments)  # type: ignore[arg-type]
+
+
+def test_rows_of_the_state_are_aligned_and_hide_their_padding() -> None:
+    state = make_state()
+    assert state.v.shape == (2, 3, 1001)
+    assert state.d.shape == (2, 3, 1002)
+    assert state.v.stride() == (3 * 1008, 1008, 1)
+    assert state.d.stride() == (3 * 1008, 1008, 1)
+
+
+def test_state_bytes_count_every_tensor_with_its_padding() -> None:
+    lanes = 2 * 3
+    assert make_state().state_bytes == lanes * (2 * 1008 * 2 + 1 + 8 + 4)
+
+
+def test_padding_and_homeless_sequences_have_no_lane() -> None:
+    state = make_state()
+    assert state.device_lanes([10, None, 11, 12]) == [0, NO_LANE, 1, NO_LANE]
+
+
+@pytest.mark.parametrize("event", ["reset", "release"])
+def test_a_cleared_lane_forgets_where_its_scores_are(event: str) -> None:
+    state = make_state()
+    state.device_lanes([10, 11])
+    state.lane_entry[:] = 5
+    getattr(state, event)(10)
+    assert state.lane_entry.tolist() == [[-1, 5, 5]] * 2
+
+
+def test_views_share_the_buffers_of_the_step() -> None:
+    step = make_step(page_slots=32)
+    step._live = 2
+    view = step.layer(1)
+    assert view.scores.shape == (2, 2, 1024)
+    assert view.pages is not None
+    assert view.pages.shape == (2, 32)
+    assert view.block_list.data_ptr() == step.block_list[2:].data_ptr()
+    assert step.layer(0).scores.data_ptr() == step.scores.data_ptr()
+
+
+def test_buffer_bytes_include_the_waiting_scores() -> None:
+    step = make_step()
+    assert step.buffer_bytes > step.scores.numel() * 4
+
+
+def test_a_step_without_sequences_launches_nothing() -> None:
+    step = make_step()
+    assert step.top_k(0).shape == (0, 2, 8)
+
+
+@pytest.mark.parametrize("pooling", ["top4", "mean"])
+def test_other_poolings_have_plain_block_scores(pooling: str) -> None:
+    config = replace(CONFIG, pooling=pooling)
+    step = GpuStep(config, make_state(), ratio=4, sequences=2)
+    assert step.block_scores is not None
+    assert step.block_scores.shape == (4, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"ratio": 0}, "ratio"),
+        ({"rows": 9}, "rows"),
+        ({"sequences": 0}, "sequences"),
+        ({"page_slots": 16}, "page_slots"),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, int], named: str) -> None:
+    with pytest.raises(SpinError, match=f"^{named}:"):
+        make_step(**options)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"top_k": None}, "config.top_k"),
+        ({"top_k": 4096}, "config.top_k"),
+        ({"reduction": "A0"}, "reduction"),
+        ({"exploration_policy": "age"}, "exploration_policy"),
+        ({"state_dtype": "fp32"}, "state"),
+    ],
+)
+def test_a_configuration_that_the_kernels_lack_is_named(
+    change: dict[str, object], named: str
+) -> None:
+    config = replace(CONFIG, **change)  # type: ignore[arg-type]
+    with pytest.raises(SpinError, match=f"^{named}:"):
+        GpuStep(config, make_state(), ratio=4, sequences=2)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "ids", "positions", "table", "named"),
+    [
+        ((3,), (3,), (3, 2), None, "lanes"),
+        ((2,), (1,), (2, 2), None, "sequence_ids"),
+        ((2,), (2,), (2, 1), None, "positions_tokens"),
+        ((2,), (2,), (2, 2), (2, 5), "page_table"),
+    ],
+)
+def test_a_wrong_batch_is_named(
+    lanes: tuple, ids: tuple, positions: tuple, table: tuple | None, named: str
+) -> None:
+    zeros = [torch.zeros(shape, dtype=torch.int64) for shape in (lanes, ids, positions)]
+    pages = None if table is None else torch.zeros(table, dtype=torch.int32)
+    with pytest.raises(SpinError, match=f"^{named}:"):
+        make_step().begin(*zeros, pages)
+
+
+def test_a_wrong_query_is_named() -> None:
+    step = make_step()
+    step._live = 2
+    query = torch.zeros(2, 2, 64, 128)
+    with pytest.raises(SpinError, match=r"^query:"):
+        step.score(0, query, query[..., 0], query, query)
