@@ -67,10 +67,10 @@ kernels: $(KERNEL_LIBRARY) ## build libspin.so for one architecture (ARCH=90a, 1
 	@:
 
 gpu-test: kernels ## tests of the kernels on this machine's GPU
-	@$(PYTHON) -m pytest -p no:cacheprovider tests/gpu $(PYTEST_ARGS)
+	@SPIN_LIBRARY=$(CURDIR)/$(KERNEL_LIBRARY) $(PYTHON) -m pytest -p no:cacheprovider tests/gpu $(PYTEST_ARGS)
 
 gpu-bench: kernels ## decode-step benchmark on this machine's GPU
-	@PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/bench_step.py
+	@SPIN_LIBRARY=$(CURDIR)/$(KERNEL_LIBRARY) PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/bench_step.py
 
 clean: ## remove build outputs and caches (.venv stays)
 	@rm -rf build dist *.egg-info .coverage htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache

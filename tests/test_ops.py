@@ -127,6 +127,75 @@ def test_operators_compile_without_graph_breaks(stem: str) -> None:
         assert torch.equal(mine["d"], theirs["d"])
 
 
+def paged_case(page_slots: int) -> dict[str, torch.Tensor]:
+    """Two sequences over six pages that are built byte by byte."""
+    generator = torch.Generator().manual_seed(page_slots)
+    keys = torch.randn(6, page_slots, 128, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(6, page_slots, generator=generator) + 0.5
+    pages = torch.zeros(6, page_slots * 132, dtype=torch.uint8)
+    for page in range(6):
+        for slot in range(page_slots):
+            pages[page, slot * 128 : slot * 128 + 128] = keys[page, slot].view(torch.uint8)
+            at = page_slots * 128 + slot * 4
+            pages[page, at : at + 4] = scales[page, slot : slot + 1].view(torch.uint8)
+    return {
+        "keys": keys.float() * scales.unsqueeze(-1),
+        "pages": pages,
+        "query": torch.randn(2, 2, 4, 128, generator=generator).to(torch.float8_e4m3fn),
+        "weights": torch.randn(2, 2, 4, generator=generator),
+        "page_table": torch.tensor([[5, 0, 3], [2, 4, 1]], dtype=torch.int32),
+        "visible_slots": torch.tensor([2 * page_slots + 7, page_slots], dtype=torch.int32),
+        "block_list": torch.tensor([[0, 3, 4, -1], [1, 2, -1, -1]], dtype=torch.int32),
+    }
+
+
+@pytest.mark.parametrize("page_slots", [32, 64])
+def test_paged_scores_equal_the_reference_on_the_same_keys(page_slots: int) -> None:
+    case = paged_case(page_slots)
+    keys = case.pop("keys")
+    got = ops.score_pages(**case, block_size_slots=16)
+    assert got.shape == (2, 2, 64)
+    for s in range(2):
+        plain = keys[case["page_table"][s].long()].flatten(0, 1)
+        visible = int(case["visible_slots"][s])
+        everything = torch.ones(1, len(plain) // 16, dtype=torch.bool)
+        want = reference.score_slots(
+            case["query"][s : s + 1].float(),
+            plain.unsqueeze(0),
+            case["weights"][s : s + 1],
+            everything,
+            torch.tensor([[visible - 1, visible - 1]]),
+            ratio=1,
+            block_size_slots=16,
+        )[0]
+        for place, block in enumerate(case["block_list"][s].tolist()):
+            part = got[s, :, place * 16 : place * 16 + 16]
+            if block < 0:
+                assert bool((part == float("-inf")).all())
+            else:
+                torch.testing.assert_close(part, want[:, block * 16 : block * 16 + 16])
+
+
+def test_paged_scoring_names_a_wrong_argument() -> None:
+    case = paged_case(32)
+    del case["keys"]
+    for name, tensor in case.items():
+        with pytest.raises(SpinError, match=f"^{name}:"):
+            ops.score_pages(**{**case, name: tensor.unsqueeze(0)}, block_size_slots=16)
+    with pytest.raises(SpinError, match=r"^pages:"):
+        ops.score_pages(**{**case, "pages": case["pages"][:, 4:]}, block_size_slots=16)
+    with pytest.raises(SpinError, match=r"^arithmetic:"):
+        ops.score_pages(**case, block_size_slots=16, arithmetic="slow")
+
+
+def test_paged_scoring_compiles_without_graph_breaks() -> None:
+    case = paged_case(32)
+    del case["keys"]
+    function = functools.partial(ops.score_pages, block_size_slots=16)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(**case), function(**case))
+
+
 def test_lists_and_counts_of_a_mask() -> None:
     blocks = torch.tensor([[True, False, True, True], [False] * 4])
     assert list_blocks(blocks).tolist() == [[0, 2, 3, -1], [-1] * 4]
