@@ -245,16 +245,16 @@ def test_the_target_defaults_to_this_machine(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "state_dtype"),
+    ("name", "block_size", "state_dtype"),
     [
-        ("deepseek-v4-flash", "bf16"),
-        ("deepseek-v4-pro", "bf16"),
-        ("deepseek-v3.2", "bf16"),
-        ("tiny-deepseek-v4", "fp32"),
+        ("deepseek-v4-flash", 64, "bf16"),
+        ("deepseek-v4-pro", 64, "bf16"),
+        ("deepseek-v3.2", 64, "bf16"),
+        ("tiny-deepseek-v4", 16, "fp32"),
     ],
 )
-def test_presets(name: str, state_dtype: str) -> None:
+def test_presets(name: str, block_size: int, state_dtype: str) -> None:
     expected = SpinConfig(
-        block_size=64, target_sparsity=0.4, exploration=0.05, state_dtype=state_dtype
+        block_size=block_size, target_sparsity=0.4, exploration=0.05, state_dtype=state_dtype
     )
     assert preset(name) == expected

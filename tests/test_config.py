@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import FrozenInstanceError, asdict, fields
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ configs = st.fixed_dictionaries(
         "target_sparsity": st.one_of(below_one, st.just(0)),
         "ema_decay": st.one_of(st.floats(0.0, 1.0, exclude_max=True), st.just(5e-324)),
         "exploration": st.one_of(st.floats(0.0, 1.0), st.sampled_from((0, 1))),
-        "top_k": st.one_of(st.none(), st.integers(1, 2**31 - 1)),
+        "top_k": st.one_of(st.none(), st.integers(1, 2**20)),
         "seed": st.one_of(st.integers(0, 9), st.integers(0, 2**64 - 1), st.just(2**64 - 1)),
         "staleness_weight": st.one_of(
             st.floats(0.0, allow_infinity=False, allow_nan=False), st.integers(0, 2**53)
@@ -171,9 +172,7 @@ def test_sparsity_that_rounds_up_to_one_is_refused() -> None:
     assert SpinConfig(ema_decay=0.9999999999).ema_decay == 0.9999999999
 
 
-@pytest.mark.parametrize(
-    ("field", "low", "high"), [("top_k", 1, 2**31 - 1), ("seed", 0, 2**64 - 1)]
-)
+@pytest.mark.parametrize(("field", "low", "high"), [("top_k", 1, 2**20), ("seed", 0, 2**64 - 1)])
 def test_integers(field: str, low: int, high: int) -> None:
     for value in (low, high):
         assert getattr(SpinConfig(**{field: value}), field) == value
@@ -187,7 +186,23 @@ def test_staleness_weight() -> None:
     for value in (None, True, False, -1, -1e-9, NAN, INF, -INF, "0.1", [0.1], {}):
         expected = f"staleness_weight: got {value!r}, allowed: a finite number >= 0"
         assert refusal(staleness_weight=value) == expected
-    assert SpinConfig(staleness_weight=3).staleness_weight == 3
+    stored = SpinConfig(staleness_weight=3).staleness_weight
+    assert (stored, type(stored)) == (3, float)
+
+
+@pytest.mark.parametrize(
+    "field", ["staleness_weight", "target_sparsity", "ema_decay", "exploration"]
+)
+def test_an_integer_that_no_float_holds(field: str) -> None:
+    start = f"{field}: got 1{'0' * 116}..., allowed: a "
+    assert refusal(**{field: 10**400}).startswith(start)
+
+
+@pytest.mark.parametrize("field", ["seed", "top_k"])
+def test_an_integer_that_python_does_not_print(field: str) -> None:
+    start = f"{field}: got int too long to print, allowed: an integer in "
+    for value in (10**5000, -(10**5000)):
+        assert refusal(**{field: value}).startswith(start)
 
 
 @pytest.mark.parametrize("name", ["blocksize", "Seed", "spin", "", "__class__", "top-k"])
@@ -293,6 +308,12 @@ def test_yaml_shapes(text: str, expected: dict[str, Any], tmp_path: Path) -> Non
         (b"target_sparsity: 40%\n", ["target_sparsity: got '40%'"]),
         ("pooling: größte\n".encode(), ["pooling: got 'größte'", "max, top4, mean"]),
         (b"block_size: 64.0\n", ["block_size: got 64.0"]),
+        (b"seed: 1111-22-33\n", ["is not valid YAML"]),  # a date, and none
+        (b"seed: !!int abc\n", ["is not valid YAML"]),
+        (b'seed: !!timestamp "abc"\n', ["is not valid YAML"]),
+        (b"seed: " + b"9" * 5000 + b"\n", ["is not valid YAML"]),
+        (b"seed: 0x" + b"f" * 5000 + b"\n", ["seed: got int too long to print"]),
+        (b"seed: " + b"[" * 5000 + b"]" * 5000 + b"\n", ["is not valid YAML"]),
     ],
 )
 def test_yaml_refusals(content: bytes, words: list[str], tmp_path: Path) -> None:
@@ -313,10 +334,26 @@ def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:
         (tmp_path / "absent.yaml", "No such file or directory"),
         (tmp_path, "Is a directory"),
         (loop, "Too many levels of symbolic links"),
+        ("", "No such file or directory"),
     ]:
         with pytest.raises(SpinError) as caught:
             SpinConfig.from_yaml(path)
         assert str(caught.value) == f"spin_config: cannot read {str(path)!r}: {reason}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="devices and limits of Linux")
+def test_yaml_from_a_device_without_an_end() -> None:
+    import resource
+
+    words = Path("/proc/self/statm").read_text().split()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    room = int(words[0]) * resource.getpagesize() + 2**30
+    resource.setrlimit(resource.RLIMIT_AS, (room, before[1]))
+    try:
+        with pytest.raises(SpinError, match=r"^spin_config: '/dev/zero' is not valid YAML: "):
+            SpinConfig.from_yaml("/dev/zero")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 # ---------------------------------------------------------------- presets

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -98,7 +98,7 @@ def test_files_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     before = everything(tmp_path)
     for target, reason in [
-        (tmp_path, "is a directory, allowed: a file name"),
+        (tmp_path, "is no regular file, allowed: a file name"),
         (tmp_path / "missing" / "out.bin", "No such file or directory"),
         (tmp_path / "file" / "out.bin", "Not a directory"),
         ("/proc/out.bin", ""),
@@ -111,6 +111,53 @@ def test_files_that_cannot_be_written(tmp_path: Path) -> None:
         assert reason in message
         assert "\n" not in message
     assert everything(tmp_path) == before
+
+
+# What a path may be instead of a file or a folder, and how it comes about.
+def nothing(path: Path) -> None:
+    pass
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to(path.parent / "nowhere")
+
+
+def looping(path: Path) -> None:
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "reason"),
+    [
+        ("pipe", os.mkfifo, "is no regular file"),
+        ("dangling", dangling, "is no regular file"),
+        ("loop", looping, "is no regular file"),
+        ("device", lambda path: path.symlink_to("/dev/null"), "is no regular file"),
+        ("/dev/null", nothing, "is no regular file"),
+        ("", nothing, "is no regular file"),
+        ("..", nothing, "is no regular file"),
+        ("x" * 300, nothing, "File name too long"),
+        ("nul\0", nothing, "null byte"),
+    ],
+    ids=lambda x: x[:10] if isinstance(x, str) else "",
+)
+def test_names_that_no_file_can_take(
+    name: str,
+    make: Callable[[Path], None],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / name)
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(SpinError) as caught, atomic_file(name, argument="dump"):
+        pytest.fail("must not be entered")
+    message = str(caught.value)
+    assert message.startswith("dump: ")
+    assert reason in message
+    assert message.isprintable()
+    assert sorted(os.listdir(tmp_path)) == before
 
 
 # ---------------------------------------------------------------- atomic_directory
@@ -184,7 +231,7 @@ def test_folders_that_cannot_be_made(tmp_path: Path, force: bool) -> None:
     (tmp_path / "file").write_text("x")
     before = everything(tmp_path)
     for target, reason in [
-        (tmp_path / "file", "is a file, allowed: a directory name"),
+        (tmp_path / "file", "is no directory, allowed: a directory name"),
         (tmp_path / "file" / "engine", "cannot make"),
         ("/proc/engine", "cannot make"),
     ]:
@@ -198,6 +245,70 @@ def test_folders_that_cannot_be_made(tmp_path: Path, force: bool) -> None:
         assert reason in message
         assert "\n" not in message
     assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    ("name", "make", "reason"),
+    [
+        (".", nothing, "got '.', allowed: a directory name"),
+        ("", nothing, "got '', allowed: a directory name"),
+        ("..", nothing, "got '..', allowed: a directory name"),
+        ("a/..", nothing, "got 'a/..', allowed: a directory name"),
+        ("/", nothing, "got '/', allowed: a directory name"),
+        ("pipe", os.mkfifo, "is no directory"),
+        ("dangling", dangling, "is no directory"),
+        ("loop", looping, "is no directory"),
+        ("/dev/null", nothing, "is no directory"),
+        ("nul\0", nothing, "null byte"),
+    ],
+    ids=lambda x: x[:10] if isinstance(x, str) else "",
+)
+def test_names_that_no_folder_can_take(
+    name: str,
+    make: Callable[[Path], None],
+    reason: str,
+    force: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / name)
+    before = sorted(os.listdir(tmp_path))
+    with (
+        pytest.raises(SpinError) as caught,
+        atomic_directory(name, force=force, argument="engine"),
+    ):
+        pytest.fail("must not be entered")
+    message = str(caught.value)
+    assert message.startswith("engine: ")
+    assert reason in message
+    assert message.isprintable()
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_an_old_folder_that_cannot_be_put_back_is_kept_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "engine"
+    target.mkdir()
+    (target / "old").write_text("old")
+    rename = os.replace
+
+    def gone(source: Path, destination: Path) -> None:
+        if Path(destination) == target:
+            raise OSError(5, "Input/output error")
+        rename(source, destination)
+
+    def replace() -> None:
+        with atomic_directory(target, force=True) as temporary:
+            (temporary / "new").write_text("new")
+
+    monkeypatch.setattr(os, "replace", gone)
+    with pytest.raises(OSError, match="Input/output error"):
+        replace()
+    assert not target.exists()
+    assert [p.read_text() for p in tmp_path.rglob("*") if p.is_file()] == ["old"]
 
 
 def test_a_replacement_that_fails_half_way_puts_the_old_folder_back(

@@ -309,7 +309,7 @@ def test_replay_of_a_trace_equals_the_hosts_dump(
     ("changed", "options", "message"),
     [
         ({"out": "missing/trace"}, (), "No such file"),
-        ({"out": "checkpoint"}, (), "is a directory"),
+        ({"out": "checkpoint"}, (), "is no regular file"),
         ({"dump": "missing/dump"}, (), "No such file"),
         ({"dump": "new"}, (), "another file than --out"),
         ({"prompt": "empty"}, (), "at least one character"),

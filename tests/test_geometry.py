@@ -16,6 +16,7 @@ from spin_trtllm.geometry import (
     accepted_drafts,
     block_budget,
     count_blocks,
+    last_position,
     query_slot,
     slot_byte_offset,
     to_ppm,
@@ -114,6 +115,20 @@ def test_accepted_drafts_are_read_off_the_next_start() -> None:
     assert accepted_drafts(100, 100) == -1
     starts, following = torch.tensor([5, 9, 7]), torch.tensor([6, 12, -1])
     assert accepted_drafts(starts, following).tolist() == [0, 2, -9]
+
+
+def test_the_last_position_of_a_capacity() -> None:
+    assert last_position(24, 1) == 23
+    assert last_position(44, 4) == 178  # 179 completes slot 44
+    assert last_position(0, 4) == 2  # three tokens, and no slot yet
+
+
+@quick
+@given(slots=st.integers(0, MOST_TOKENS), ratio=ratios)
+def test_the_last_position_against_fractions(slots: int, ratio: int) -> None:
+    last = last_position(slots, ratio)
+    assert floor(Fraction(last + 1, ratio)) == slots
+    assert floor(Fraction(last + 2, ratio)) == slots + 1
 
 
 # ---------------------------------------------------------------- parts per million

@@ -94,7 +94,7 @@ class Schedule:
 
     def decode(self, layout: list[tuple[int, ...]]) -> None:
         """One step of a random batch, in one plan or one a layer."""
-        batch = self.random.sample(IDS, self.random.randint(1, 6))
+        batch = self.random.sample(IDS, self.random.randint(0, 6))
         ids: list[int | None] = [*batch, *[None] * self.random.choice([0, 0, 1, 2])]
         self.random.shuffle(ids)
         positions = [self.next_positions(i) for i in ids]
@@ -197,8 +197,8 @@ def test_any_schedule_equals_a_dictionary_by_id(seed: int) -> None:
     """NVIDIA/TensorRT-LLM #18359, #13151, vllm-project/vllm #49757, tenstorrent/vllm-tt-plugin #37.
 
     2,000 steps in four configurations: sequences join, skip steps, are preempted, reset, moved,
-    jump and outnumber the lanes; the batch is permuted and padded; results come at once, with the
-    next step, late, or never.
+    jump and outnumber the lanes; the batch is permuted, padded or empty; results come at once, with
+    the next step, late, or never.
     """
     params = dict(SCHEDULES[seed])
     schedule = Schedule(seed, params.pop("ratio"), params)

@@ -120,7 +120,7 @@ def test_a_trace_accepts_no_more_than_it_drafts(accepted: int, tmp_path: Path) -
     trace = tiny_trace(np.zeros((2, 1, 2, 4), dtype=np.float32), [[0, 1], [1, 2]])
     trace["accepted"][1] = accepted
     strategies.write_trace(tmp_path / "trace", trace)
-    with pytest.raises(SpinError, match=f"accepted: got {accepted} at step 1"):
+    with pytest.raises(SpinError, match=f"accepted: got '{accepted} at step 1'"):
         Trace(tmp_path / "trace")
 
 

@@ -82,11 +82,8 @@ def test_bytes_by_hand() -> None:
     [
         ("layers", []),
         ("layers", [3, 3]),
-        ("layers", [4, -1]),
-        ("sequences", 0),
-        ("sequences", -2),
-        ("slots", 0),
-        ("slots", -64),
+        *[("sequences", x) for x in (0, -2, True, 1.0, "2", None, [3], 2**20 + 1)],
+        *[("slots", x) for x in (0, -64, False, True, 64.0, "64", None, 2**31, 2**64)],
         ("dtype", torch.float16),
         ("dtype", torch.float64),
         ("dtype", torch.int32),
@@ -99,6 +96,18 @@ def test_refused_arguments_are_named(argument: str, given: Any) -> None:
         SpinState(arguments.pop("layers"), **arguments)
     assert str(caught.value).startswith(f"{argument}: got {given!r}, allowed: ")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("layer", [-1, True, False, 1.0, "1", None, 2**20 + 1])
+def test_a_layer_that_is_no_index_is_named(layer: Any) -> None:
+    expected = f"layers: got {layer!r}, allowed: an integer in 0 .. 1048576"
+    with pytest.raises(SpinError) as caught:
+        SpinState([4, layer], sequences=1, slots=8)
+    assert str(caught.value) == expected
+
+
+def test_layers_may_come_from_anywhere_once() -> None:
+    assert SpinState(iter((4, 2)), sequences=1, slots=8).layers == (4, 2)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- lanes
@@ -133,6 +142,18 @@ def test_padding_and_overflow_go_to_scratch() -> None:
 def test_one_sequence_twice_is_refused() -> None:
     with pytest.raises(SpinError, match=r"^sequence_ids: got \[4, None, 4\], allowed: each "):
         make().lanes([4, None, 4])
+
+
+@pytest.mark.parametrize("wrong", [-1, True, False, 1.0, "1", [1], 2**64])
+def test_an_id_that_is_no_id_is_named_and_takes_no_lane(wrong: Any) -> None:
+    state = make(sequences=2)
+    with pytest.raises(SpinError) as caught:
+        state.lanes([5, wrong])
+    message = str(caught.value)
+    assert message.startswith("sequence_ids: got ")
+    assert message.endswith("allowed: an integer in 0 .. 18446744073709551615")
+    assert state.export(5) is None
+    assert sorted(state.lanes([0, 2**64 - 1])) == [0, 1]
 
 
 def test_a_recycled_lane_remembers_nothing() -> None:
@@ -222,7 +243,8 @@ def test_a_moved_sequence_keeps_every_bit(dtype: torch.dtype) -> None:
     target.lanes([50, 51])
     exported = source.export(1)
     assert exported is not None
-    assert set(exported) == set(tensors(source))
+    assert set(exported) == {*tensors(source), "layers"}
+    assert exported["layers"].tolist() == list(LAYERS)
     target.adopt(9, exported)
     (lane,) = target.lanes([9])
     integer = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
@@ -270,6 +292,10 @@ def test_nothing_is_exported_for_a_sequence_without_a_lane() -> None:
         lambda e: {**e, "next_tokens": e["next_tokens"].int()},
         lambda e: {**e, "warm": e["warm"].long()},
         lambda e: {**e, "warm": e["warm"][:1]},
+        lambda e: {k: v for k, v in e.items() if k != "layers"},
+        lambda e: {**e, "layers": torch.tensor([2, 6])},
+        lambda e: {**e, "layers": torch.tensor([5, 2])},
+        lambda e: {**e, "layers": torch.tensor([2, 5, 6])},
     ],
 )
 def test_anything_but_a_whole_fitting_export_leaves_the_sequence_cold(damage: Any) -> None:
@@ -284,6 +310,14 @@ def test_anything_but_a_whole_fitting_export_leaves_the_sequence_cold(damage: An
     assert lane != target.scratch
     assert is_cold(target, lane)
     assert sum(target.generation(n) for n in range(3)) > before
+
+
+def test_an_export_of_other_layers_is_refused() -> None:
+    target = SpinState((2, 6), sequences=3, slots=6)
+    target.adopt(1, filled().export(1))
+    (lane,) = target.lanes([1])
+    assert lane != target.scratch
+    assert is_cold(target, lane)
 
 
 def test_adopting_without_a_free_lane_changes_nobody() -> None:
