@@ -112,7 +112,7 @@ __device__ __forceinline__ void produce(const ScoreArgs& args, const Shared& sha
         shared.ring + my_slot / kHalfSlots * kSecondHalf + my_slot % kHalfSlots * kKeyBytes;
     uint8_t* const my_scales = shared.ring + kScales + my_slot * kScaleBytes;
 
-    RingPosition at(warpgroup, args.stages);
+    RingPosition at(warpgroup, share.stages);
     int sequence = share.sequence;
     for (int base = share.begin + warpgroup; base < share.end;
          base += tiles_at_once * kWarpgroups) {
@@ -190,13 +190,13 @@ __device__ __forceinline__ void bring_queries(const ScoreArgs& args, const Share
     });
 }
 
-// A thread's weights of one row: heads 2t and 2t + 1 of every group of eight.
+// A thread's weights of some heads: 2t and 2t + 1 of every group of eight.
 template <int kHeads>
 struct HeadWeights {
     float2 pair[kHeads / 8];
 
-    __device__ __forceinline__ void load(const float* row) {
-        const float2* pairs = reinterpret_cast<const float2*>(row) + threadIdx.x % 4;
+    __device__ __forceinline__ void load(const float* heads) {
+        const float2* pairs = reinterpret_cast<const float2*>(heads) + threadIdx.x % 4;
 #pragma unroll
         for (int group = 0; group < kHeads / 8; ++group) {
             pair[group] = pairs[group * 4];
@@ -207,13 +207,13 @@ struct HeadWeights {
 // This thread's sums of 2 * weight * relu(product): [row g or g + 8][even or odd heads].
 using HeadSums = float[2][2];
 
-// Adds the products of some heads, starting at a group of eight. The order never changes.
-template <int kHeadsAtOnce, int kHeads>
-__device__ __forceinline__ void add_heads(HeadSums& sums, const Products<kHeadsAtOnce>& products,
-                                          const HeadWeights<kHeads>& weights, int first_group) {
+// Adds the products of some heads. The order never changes.
+template <int kGroups>
+__device__ __forceinline__ void add_heads(HeadSums& sums, const float (&products)[kGroups][4],
+                                          const HeadWeights<8 * kGroups>& weights) {
 #pragma unroll
-    for (int group = 0; group < kHeadsAtOnce / 8; ++group) {
-        const float2 pair = weights.pair[first_group + group];
+    for (int group = 0; group < kGroups; ++group) {
+        const float2 pair = weights.pair[group];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             // x + |x| is exactly 2 relu(x), keeps NaN, and issues at twice the rate of a maximum.
@@ -262,9 +262,9 @@ struct Fetched {
     float scale;
     int visible_slots;  // of the chunk
 
-    // Waits for the tile and reads it. Its stage stays taken until release().
+    // Waits for the tile, reads it and gives its stage back to the producer.
     __device__ __forceinline__ void fetch(Control& control, const ConsumerPlace& place,
-                                          const RingPosition& at) {
+                                          RingPosition& at) {
         wait(&control.full[at.stage], at.parity);
         const uint32_t offset = at.stage * kTileBytes;
         load_shared(scale, place.scale + offset);
@@ -273,33 +273,30 @@ struct Fetched {
         load_shared(pieces[0][1], place.keys + offset + 64);
         load_shared(pieces[1][0], place.keys + offset + 4 * kKeyBytes);
         load_shared(pieces[1][1], place.keys + offset + 4 * kKeyBytes + 64);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            arrive(&control.empty[at.stage]);
+        }
+        at.advance();
     }
 };
 
-// Gives a fetched tile's stage back to the producer.
-__device__ __forceinline__ void release(Control& control, RingPosition& at) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-        arrive(&control.empty[at.stage]);
-    }
-    at.advance();
-}
-
-// The consumers: warpgroup w takes tiles w, w + kWarpgroups, ... of the share. While the products
-// of a tile are reduced, the next one comes to registers.
+// The consumers: warpgroup w takes tiles w, w + kWarpgroups, ... of the share. The next tile comes
+// to registers while this one is multiplied, if it is there by then, and else while it is reduced.
 template <class Arithmetic, int kHeads, bool kSingleRow>
 __device__ __forceinline__ void consume(const ScoreArgs& args, const Shared& shared,
                                         const Share& share) {
     Control& control = shared.control;
     const ConsumerPlace place(shared, args.log2_chunk);
     const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / kWarpgroupThreads;
-    RingPosition at(warpgroup, args.stages), query_at(0, args.query_buffers);
-    HeadWeights<kHeads> weights;
+    RingPosition at(warpgroup, share.stages), query_at(0, args.query_buffers);
+    constexpr int kHeadsAtOnce = Arithmetic::kHeadsAtOnce;
+    constexpr bool kWeightsStay = kSingleRow && kHeadsAtOnce == kHeads;
+    HeadWeights<kHeadsAtOnce> weights;
     Fetched fetched;
     int tile = share.begin + warpgroup;
     if (tile < share.end) {
         fetched.fetch(control, place, at);
-        release(control, at);
     }
     for_each_segment(control, share, [&](int sequence, int segment_end) {
         // The shuffle tells the compiler that the whole warp agrees on the query's address.
@@ -308,7 +305,7 @@ __device__ __forceinline__ void consume(const ScoreArgs& args, const Shared& sha
             shared.queries + buffer * args.rows * Arithmetic::kQueryRowBytes;
         const float* const row_weights = control.weights[buffer];
         wait(&control.query_full[query_at.stage], query_at.parity);
-        if constexpr (kSingleRow) {
+        if constexpr (kWeightsStay) {
             weights.load(row_weights);
         }
         float* score = args.scores +
@@ -319,30 +316,31 @@ __device__ __forceinline__ void consume(const ScoreArgs& args, const Shared& sha
             const typename Arithmetic::Keys keys(fetched.pieces);
             const float half_scale = 0.5f * fetched.scale;
             const bool writes = lane % 4 < 2 && place.my_chunk_slot < fetched.visible_slots;
-            const bool more = tile + kWarpgroups < share.end;
+            bool fetches = tile + kWarpgroups < share.end;
+            if (fetches && __all_sync(~0u, is_complete(&control.full[at.stage], at.parity))) {
+                fetched.fetch(control, place, at);
+                fetches = false;
+            }
             const int rows = kSingleRow ? 1 : args.rows;
             for (int row = 0; row < rows; ++row) {
-                if constexpr (!kSingleRow) {
-                    weights.load(row_weights + row * kHeads);
-                }
                 HeadSums sums = {};
-#pragma unroll
-                for (int head = 0; head < kHeads; head += Arithmetic::kHeadsAtOnce) {
-                    Products<Arithmetic::kHeadsAtOnce> products;
+#pragma unroll 2
+                for (int head = 0; head < kHeads; head += kHeadsAtOnce) {
+                    if constexpr (!kWeightsStay) {
+                        weights.load(row_weights + row * kHeads + head);
+                    }
+                    Products<kHeadsAtOnce> products;
                     Arithmetic::multiply(products, keys, query + row * Arithmetic::kQueryRowBytes,
                                          head / 8);
-                    if (row == 0 && head == 0 && more) {
+                    if (row == 0 && head == 0 && fetches) {
                         fetched.fetch(control, place, at);
                     }
-                    add_heads<Arithmetic::kHeadsAtOnce>(sums, products, weights, head / 8);
+                    add_heads(sums, products, weights);
                 }
                 const float doubled = add_quad(sums);
                 if (writes) {
                     score[row * args.score_stride] = half_scale * doubled;
                 }
-            }
-            if (more) {
-                release(control, at);
             }
         }
         arrive(&control.query_empty[query_at.stage]);

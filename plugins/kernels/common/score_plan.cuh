@@ -32,9 +32,7 @@ constexpr int kMaxHeads = 64;
 constexpr int kMaxSequences = 1024;  // of one launch; the host splits larger batches
 constexpr int kMinStages = 2;        // of each warpgroup
 constexpr int kMaxQueryBuffers = 2;
-// Tiles in the ring. More in flight would not raise the bandwidth of a long run, and in a short one
-// the multiprocessors would receive all of their first tiles late instead of some of them early.
-constexpr int kMaxStages = 6;
+constexpr int kMaxStages = 12;
 
 constexpr int kWarpgroups = 3;
 constexpr int kWarpgroupThreads = 128;
@@ -83,6 +81,7 @@ struct Share {
     int begin;
     int end;
     int sequence;
+    int stages;  // of the ring to use, for each warpgroup
 };
 
 __device__ __forceinline__ int visible_slots(const ScoreArgs& args, int sequence) {
@@ -137,6 +136,10 @@ __device__ __forceinline__ Share plan_share(const ScoreArgs& args, Control& cont
     Share share;
     share.begin = static_cast<int>(int64_t{total} * blockIdx.x / gridDim.x);
     share.end = static_cast<int>(int64_t{total} * (blockIdx.x + 1) / gridDim.x);
+    // In a long share a deep ring evens out the memory's latency. In a short one it would have all
+    // multiprocessors receive all of their first tiles late, instead of some of them early.
+    const int tiles_each = (share.end - share.begin) / kWarpgroups;
+    share.stages = max(kMinStages, min(args.stages, tiles_each / 32));
     // The first sequence that ends after the share begins.
     int low = 0, high = args.sequences - 1;
     while (low < high) {

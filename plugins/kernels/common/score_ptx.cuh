@@ -41,6 +41,19 @@ __device__ __forceinline__ void arrive_expecting(uint64_t* barrier, uint32_t byt
         "r"(bytes)
         : "memory");
 }
+__device__ __forceinline__ bool is_complete(uint64_t* barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return done;
+}
 __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
     uint32_t done;
     do {
