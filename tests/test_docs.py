@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 
 from spin_trtllm import cli, demo
 from spin_trtllm.config import SpinConfig
@@ -61,6 +62,7 @@ def test_readme_lists_every_command():
 def test_trace_example(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (example,) = blocks(TRACE_FORMAT, "python")
+    torch.manual_seed(0)  # of other numbers, the p99 of so few steps may be 0.03 off
     exec(compile(example, str(TRACE_FORMAT), "exec"), {})
     metrics = replay(Trace("random.safetensors"), SpinConfig())
     (shown,) = blocks(TRACE_FORMAT, "json")
