@@ -16,7 +16,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import click
 import torch
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from spin_trtllm import __version__, tiny
@@ -34,12 +33,13 @@ from spin_trtllm.build.engine import Engine, load_engine
 from spin_trtllm.build.progress import Stages
 from spin_trtllm.commands.common import run
 from spin_trtllm.commands.generate import Prompt, compare
+from spin_trtllm.demo_report import QuestionRows, percent, print_table
 from spin_trtllm.errors import SpinError
 from spin_trtllm.files import atomic_file
 from spin_trtllm.generate import Generation, decode, prefill
 from spin_trtllm.geometry import block_budget, count_blocks, visible_slots
 from spin_trtllm.hosts.transformers import SpinSession, enable, encode_prompt, load_model
-from spin_trtllm.recall import STYLES, RecallDocument, recall_document
+from spin_trtllm.recall import STYLES, recall_document
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -67,24 +67,6 @@ _TEXT_FIGURES = (
     "cold_steps",
 )
 _RECALL_FIGURES = ("queries", "exact_dense", "exact_spin")
-
-# key of a part: label, in the order of the table
-LABELS = {
-    "prompt_tokens": "prompt tokens",
-    "steps": "decode steps",
-    "cold_steps": "cold steps",
-    "dense_slots_scored": "slots scored, dense",
-    "spin_slots_scored": "slots scored, SPIN",
-    "target_sparsity": "target sparsity",
-    "expected_sparsity": "sparsity the budget allows",
-    "realized_sparsity": "realized sparsity",
-    "mean_miss": "mean miss",
-    "p99_miss": "p99 miss",
-    "token_agreement": "token agreement with dense",
-    "queries": "questions",
-    "exact_dense": "answered exactly, dense",
-    "exact_spin": "answered exactly, SPIN",
-}
 
 
 @dataclass(frozen=True)
@@ -177,7 +159,7 @@ def run_demo(output: Path, size: DemoSize | None = None) -> dict[str, Any]:
     summary["seconds"] = time.perf_counter() - started
     with atomic_file(output / "summary.json") as path:
         path.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    _print_table(console, summary["parts"])
+    print_table(console, summary["parts"])
     console.print(f"{output / 'summary.json'} written after {summary['seconds']:.0f} s")
     return summary
 
@@ -213,11 +195,10 @@ def decode_recall(host: Host, size: DemoSize, stages: Stages, console: Console) 
     dense = stages.run(
         "answer dense",
         lambda: host.follow(prompt, asked),
-        lambda dense: f"{_percent(document.share_right(dense.tokens))} right, {steps} steps",
+        lambda dense: f"{percent(document.share_right(dense.tokens))} right, {steps} steps",
     )
-    console.print(_ROW.format("#", "question", "bytes back", "dense", "SPIN", "slots skipped"))
     with host.session() as session:
-        rows = _Rows(document, dense.tokens, host.tokenizer, session, console)
+        rows = QuestionRows(document, dense.tokens, host.tokenizer, session, console)
         spin = host.follow(prompt, asked, session, rows.add_token)
     return {
         "what": f"{size.queries} questions about facts in {size.context_bytes} bytes, true answers "
@@ -243,12 +224,12 @@ def decode_text(host: Host, size: DemoSize, stages: Stages, console: Console) ->
     spin, stats = stages.run(
         "continue with SPIN",
         lambda: prompt.spin(host.engine),
-        lambda found: f"{_percent(found[1].realized_sparsity)} of the blocks skipped",
+        lambda found: f"{percent(found[1].realized_sparsity)} of the blocks skipped",
     )
     comparison = stages.run(
         "compare with dense",
         lambda: compare(prompt, host.engine, host.tokenizer, spin),
-        lambda found: f"{_percent(found['token_agreement'])} of the tokens agree",
+        lambda found: f"{percent(found['token_agreement'])} agree where SPIN is fed dense's tokens",
     )
     text = host.tokenizer.decode(spin.tokens)
     for name, said in (("dense", comparison["text_dense"]), ("SPIN", text)):
@@ -321,13 +302,6 @@ def environment(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def show_figure(value: object) -> str:
-    """A figure as the table has it; `-` for one that a part does not have."""
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}"
-
-
 def license_text() -> bytes:
     """The clone's Apache License: long, fixed, and free to feed to a model.
 
@@ -340,56 +314,6 @@ def license_text() -> bytes:
     return path.read_bytes()
 
 
-@dataclass
-class _Rows:
-    """Prints a line for every question as soon as SPIN has answered it.
-
-    Attributes:
-        dense: what the dense model picked for all tokens.
-        session: whose counts tell what SPIN skipped.
-    """
-
-    document: RecallDocument
-    dense: list[int]
-    tokenizer: Tokenizer
-    session: SpinSession
-    console: Console
-    _spin: list[int] = field(default_factory=list)
-    _dense_slots: int = 0
-    _spin_slots: int = 0
-
-    def add_token(self, token: int) -> None:
-        """Take the next token that SPIN picked."""
-        self._spin.append(token)
-        for number, place in enumerate(self.document.answer_places):
-            if place.stop == len(self._spin):
-                self._print_row(number)
-
-    def _print_row(self, number: int) -> None:
-        stats = self.session.stats
-        scored = stats.dense_slots_scored - self._dense_slots
-        skipped = scored - (stats.spin_slots_scored - self._spin_slots)
-        self._dense_slots, self._spin_slots = stats.dense_slots_scored, stats.spin_slots_scored
-        question = self.document.questions[number]
-        row = _ROW.format(
-            number + 1,
-            question.prompt.decode().strip(' \n"'),
-            f"{question.distance_bytes:,}",
-            self._answer(number, self.dense),
-            self._answer(number, self._spin),
-            f"{skipped:,} of {scored:,} ({_percent(skipped / scored)})",
-        )
-        right = self.document.is_right(number, self._spin)
-        self.console.print(Text(row, style="green" if right else "red"))
-
-    def _answer(self, number: int, tokens: list[int]) -> str:
-        given = self.tokenizer.decode(tokens[self.document.answer_places[number]])
-        return f"{given} {'ok' if self.document.is_right(number, tokens) else 'WRONG'}"
-
-
-_ROW = "{:>3}  {:30}  {:>10}  {:10}  {:10}  {}"
-
-
 def _sparsity(engine: Engine, prompt_tokens: int, steps: int) -> dict[str, Any]:
     return {
         "layers": list(engine.geometry.layers),
@@ -399,22 +323,8 @@ def _sparsity(engine: Engine, prompt_tokens: int, steps: int) -> dict[str, Any]:
     }
 
 
-def _print_table(console: Console, parts: dict[str, dict[str, Any]]) -> None:
-    table = Table(title="\nSPIN on the embedded host", title_justify="left")
-    table.add_column("figure")
-    for name in parts:
-        table.add_column(name, justify="right")
-    for key, label in LABELS.items():
-        table.add_row(label, *(show_figure(part.get(key)) for part in parts.values()))
-    console.print(table)
-
-
 def _heading(console: Console, title: str) -> None:
     console.print(Text(f"\n{title}", style="bold"))
-
-
-def _percent(share: float | None) -> str:
-    return "none" if share is None else f"{share:.1%}"
 
 
 def _cpu_name() -> str:

@@ -183,10 +183,12 @@ def check_length(model: torch.nn.Module, prompt_tokens: int, new_tokens: int = 0
     Raises:
         SpinError: outside `1 .. max_position_embeddings - new_tokens` tokens.
     """
-    limit = config_of(model).max_position_embeddings - new_tokens
-    if not 1 <= prompt_tokens <= limit:
+    limit = config_of(model).max_position_embeddings
+    if not 0 <= new_tokens < limit:
+        refuse("max_new_tokens", new_tokens, f"up to {limit - 1}, the model's context less one")
+    if not 1 <= prompt_tokens <= limit - new_tokens:
         room = f" with {new_tokens} to come" if new_tokens else ""
-        refuse("prompt", f"{prompt_tokens} tokens", f"1 .. {limit} tokens{room}")
+        refuse("prompt", f"{prompt_tokens} tokens", f"1 .. {limit - new_tokens} tokens{room}")
 
 
 def split_prompt(tokens: Tensor, chunk_tokens: int) -> list[Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spin_trtllm.errors import check_integer, refuse
 
+MAX_LAYER = 2**20  # far beyond any model, small enough for SPEC 6 to shift it by 40 bits
 NOWHERE = -1  # next_tokens of a lane that no step has touched
 
 
@@ -44,7 +45,7 @@ class SpinState:
         if not layers or len(set(layers)) != len(layers):
             refuse("layers", layers, "distinct decoder-layer indices, at least one")
         for layer in layers:
-            check_integer("layers", layer, 0, 2**20)
+            check_integer("layers", layer, 0, MAX_LAYER)
         check_integer("sequences", sequences, 1, 2**20)
         check_integer("slots", slots, 1, 2**31 - 1)
         if dtype not in (torch.float32, torch.bfloat16):

@@ -3,7 +3,7 @@
 
 A host calls `plan`, scores the kept blocks in its own way, then `top_k` and `observe`:
 
-    plan = step.plan(layer, sequence_ids, positions_tokens)
+    plan = step.plan([layer], sequence_ids, positions_tokens)
     scores = ...                       # fp32 [S, R, N], only plan.selection.blocks are read
     slots = step.top_k(plan, scores)   # what the attention reads
     step.observe(plan, scores, accepted)
@@ -20,11 +20,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spin_trtllm import reference as ops
+from spin_trtllm import reference
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import check_integer, refuse
 from spin_trtllm.geometry import accepted_drafts, last_position, visible_slots
 from spin_trtllm.reference import Selection
+from spin_trtllm.reference.select_blocks import as_int64
 from spin_trtllm.state import NOWHERE, SpinState
 
 
@@ -120,7 +121,7 @@ class SpinStep:
         generations = tuple(state.generation(n) for n in lanes) * len(layers)
         self._settle(tuple(layers), flat, positions[:, 0])
         warm = self._continue_or_reset(flat, positions)
-        ids = [0 if i is None else (i + 2**63) % 2**64 - 2**63 for i in sequence_ids]
+        ids = [0 if i is None else as_int64(i) for i in sequence_ids]
         selection = self._select(
             flat,
             positions,
@@ -141,7 +142,7 @@ class SpinStep:
             SpinError: scores of another shape or dtype than the plan needs.
         """
         self._check_scores(plan, scores)
-        return ops.topk_slots(
+        return reference.topk_slots(
             scores,
             plan.selection.blocks,
             plan.positions_tokens,
@@ -174,9 +175,10 @@ class SpinStep:
     def defer(self, plan: StepPlan, scores: Tensor) -> None:
         """Keep a step until the next `plan` of the same layers shows what was accepted.
 
-        The scores must stay unchanged until then. A sequence that is missing from that plan, or
-        comes back at a position that no accepted count explains, is cold; one that runs the same
-        step again stays as it was before it.
+        The scores must stay unchanged until then; one buffer a layer is enough, which is why only
+        the next plan counts. A sequence that is missing from it, or comes back at a position that
+        no accepted count explains, is cold; one that runs the same step again stays as it was
+        before it.
 
         Raises:
             SpinError: scores of another shape or dtype than the plan needs.
@@ -191,7 +193,7 @@ class SpinStep:
     ) -> Selection:
         config = self.config
         block_scores = self._block_scores(lanes, positions)
-        return ops.select_blocks(
+        return reference.select_blocks(
             block_scores,
             positions,
             warm,
@@ -208,7 +210,7 @@ class SpinStep:
         )
 
     def _block_scores(self, lanes: Tensor, positions: Tensor) -> Tensor:
-        return ops.predict_blocks(
+        return reference.predict_blocks(
             self.state.v.flatten(0, 1),
             self.state.d.flatten(0, 1),
             lanes,
@@ -226,7 +228,7 @@ class SpinStep:
         self, lanes: Tensor, plan: StepPlan, scores: Tensor, rows: Tensor, accepted: Tensor
     ) -> None:
         """Update the averages of entries `rows` (int64 indices into the plan)."""
-        ops.observe_scores(
+        reference.observe_scores(
             self.state.v.flatten(0, 1),
             self.state.d.flatten(0, 1),
             lanes,

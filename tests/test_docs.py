@@ -9,7 +9,7 @@ import click
 import pytest
 import torch
 
-from spin_trtllm import cli, demo
+from spin_trtllm import cli, demo_report
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.replay.run import replay
 from spin_trtllm.replay.trace import Trace
@@ -41,9 +41,9 @@ def test_readme_example(monkeypatch, capsys):
 def test_readme_quotes_the_committed_demo():
     result = json.loads(DEMO_RESULT.read_text(encoding="utf-8"))
     text = README.read_text(encoding="utf-8")
-    for key, label in demo.LABELS.items():
+    for key, label in demo_report.LABELS.items():
         recall, continued = (
-            demo.show_figure(result["parts"][part].get(key)) for part in ("recall", "text")
+            demo_report.show_figure(result["parts"][part].get(key)) for part in ("recall", "text")
         )
         assert f"\n| {label} | {recall} | {continued} |\n" in text
     assert result["environment"]["date"] in text
@@ -91,4 +91,4 @@ def test_defaults_of_the_parameter_table():
     defaults = {name: str(value) for name, value in SpinConfig().to_dict().items()}
     assert shown.pop("top_k") == "the model's"
     assert shown.items() <= defaults.items()
-    assert defaults.keys() - shown.keys() == {"top_k", "staleness_weight"}
+    assert defaults.keys() - shown.keys() == {"top_k"}

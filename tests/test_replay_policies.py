@@ -19,6 +19,7 @@ from replay_cli import (
     Dump,
     Trace,
     make_trace,
+    refused,
     replay,
     save,
 )
@@ -128,10 +129,16 @@ def test_predictions_of_spin_against_numpy(tmp_path: Path, capsys: Capture) -> N
     assert 0 < metrics["topk_recall"] < 1
 
 
-def test_block_averages_predict_no_slots(tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "given"),
+    [("--reduction", "A2", "reduction A2"), ("--policy", "tisa", "tisa")],
+)
+def test_predictions_are_refused_where_there_are_none(
+    tmp_path: Path, capsys: Capture, option: str, value: str, given: str
+) -> None:
     path = save(tmp_path, make_trace())
-    metrics, _ = replay(capsys, path, "--block-size", 8, "--reduction", "A2", "--predictions")
-    assert list(metrics) == METRICS
+    line = refused(capsys, "replay", path, "--predictions", option, value)
+    assert f"--predictions: got '{given}', allowed: policy spin" in line
 
 
 # ---------------------------------------------------------------- every policy

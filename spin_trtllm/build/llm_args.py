@@ -3,8 +3,9 @@
 
 TensorRT-LLM refuses keys that it does not know, so nothing of SPIN is in this file: `run.sh` names
 `spin.yaml` in `TLLM_SPIN`. Every key is a field of TensorRT-LLM's `TorchLlmArgs`,
-`KvCacheConfig`, `CudaGraphConfig` and `DeepSeek(V4)SparseAttentionConfig` in all releases from
-1.3.0rc24 to 1.4.0rc4.
+`KvCacheConfig`, `CudaGraphConfig` and `DeepSeek(V4)SparseAttentionConfig` in releases 1.3.0rc27 to
+1.4.0rc4. What they leave at their defaults is left alone here, prefix reuse included: SPIN starts a
+sequence with a reused prefix cold.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def llm_args_text(
     )
     head = (
         f"trtllm-serve --config: {json.dumps(checkpoint.path.name)}, {checkpoint.architecture}, on "
-        f"{target.name}. Written by trtllm-build --use_spin; SPIN's own settings are in spin.yaml."
+        f"{target.name}. Written by trtllm-build --use_spin; SPIN's own settings are in spin.yaml, "
+        "which this version does not hook into TensorRT-LLM yet: what is said of SPIN below takes "
+        "effect with the hooks."
     )
     lines = [*_comment(head, ""), "", *_lines(settings)]
     return "\n".join(lines) + "\n"
@@ -125,11 +128,6 @@ def _kv_cache(
             main_cache_dtype(target.sm, checkpoint.architecture),
             "Storage of the main keys, which SPIN does not touch. DeepSeek-V4 on sm_90 and both "
             "models on sm_120 need fp8_ds_mla; elsewhere auto follows the checkpoint.",
-        ),
-        _Setting(
-            "enable_block_reuse",
-            True,
-            "Prompts share cached prefixes. SPIN starts such a sequence cold: one dense step.",
         ),
     )
 

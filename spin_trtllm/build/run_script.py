@@ -18,9 +18,14 @@ set -eu
 engine=$(dirname -- "$(readlink -f -- "$0")")
 checkpoint={checkpoint}
 
-# SPIN is on in every rank whose TLLM_SPIN names a configuration; without it the host is dense.
+# Where a host looks for SPIN's configuration. This version of spin-trtllm has no hook in
+# TensorRT-LLM yet: the server runs dense, whatever is named here.
 export TLLM_SPIN="$engine/spin.yaml"
 
+if ! command -v trtllm-serve >/dev/null; then
+    echo "run.sh: no trtllm-serve on PATH: install TensorRT-LLM; spin-trtllm doctor says more" >&2
+    exit 2
+fi
 exec trtllm-serve "${{SPIN_CHECKPOINT:-$checkpoint}}" --config "$engine/llm_args.yaml" "$@"
 """
 

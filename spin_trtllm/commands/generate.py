@@ -201,7 +201,13 @@ def _streamer(tokenizer: Tokenizer) -> Callable[[int], None]:
 
 
 def _print_table(report: dict[str, Any]) -> None:
-    table = Table(title="SPIN on the embedded host", title_justify="left")
+    compared = report["text_dense"] is not None
+    table = Table(
+        title="SPIN on the embedded host",
+        caption="misses and agreement: SPIN fed with dense's tokens" if compared else None,
+        title_justify="left",
+        caption_justify="left",
+    )
     table.add_column("figure")
     table.add_column("value", justify="right")
     for key, label in _LABELS.items():

@@ -14,6 +14,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from spin_trtllm.commands.common import spin_config, spin_options
+from spin_trtllm.errors import refuse
 from spin_trtllm.replay.policies import POLICIES
 from spin_trtllm.replay.run import replay
 from spin_trtllm.replay.trace import Trace
@@ -42,6 +43,9 @@ def command(
 ) -> None:
     """Replay TRACE (spin-trace/1) and print miss rates and realized sparsity."""
     config, _ = spin_config(options)
+    if predictions and (policy != "spin" or config.reduction == "A2"):
+        given = policy if policy != "spin" else "reduction A2"
+        refuse("--predictions", given, "policy spin with reduction A0 or A1; predictors always do")
     # A step is a few dozen passes over a few MB: waking a second thread for each costs more than
     # it gives, and far more on a machine that is busy with something else.
     torch.set_num_threads(1)

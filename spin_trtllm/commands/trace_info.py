@@ -37,12 +37,12 @@ def describe(trace: Trace) -> dict[str, object]:
     first: list[int] = trace.positions_tokens[:, 0].tolist()
     expected = [p + a + 1 for p, a in zip(first, trace.accepted.tolist(), strict=True)]
     resets = sum(p != e for p, e in zip(first[1:], expected, strict=False))
-    low, high, unknown = float("inf"), float("-inf"), 0
+    low, high, zeros = float("inf"), float("-inf"), 0
     for step in trace:
         finite = step.scores[step.scores.isfinite()]
         if finite.numel():
             low, high = min(low, float(finite.min())), max(high, float(finite.max()))
-            unknown += int((finite == 0).sum())
+            zeros += int((finite == 0).sum())
     return {
         "format": "spin-trace/1",
         "steps": trace.steps,
@@ -59,6 +59,6 @@ def describe(trace: Trace) -> dict[str, object]:
         "accepted_drafts": int(trace.accepted.sum()),
         "lowest_score": low if low <= high else None,
         "highest_score": high if low <= high else None,
-        "zero_scores": unknown,
+        "zero_scores": zeros,
         "file_bytes": trace.path.stat().st_size,
     }

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operations of SPIN in plain, vectorised torch: the oracle for the kernels, and the CPU path.
 
-Names and signatures equal `spin_trtllm.ops`. Shapes use `S` sequences (or sequence-layer pairs),
-`R` rows a sequence, `N` slots of capacity and `B = ceil(N / block_size)` blocks of capacity.
+Names and signatures equal `spin_trtllm.ops`, which checks its arguments; these do not. Shapes use
+`S` sequences (or sequence-layer pairs), `R` rows a sequence, `N` slots of capacity and
+`B = ceil(N / block_size)` blocks of capacity.
 """
 
 from spin_trtllm.reference.observe_scores import observe_scores

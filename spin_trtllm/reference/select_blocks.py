@@ -21,7 +21,8 @@ class Selection:
     Attributes:
         blocks: bool `[S, B]`, the shared mask `U`.
         row_blocks: bool `[S, R, B]`, what each row chose by itself.
-        explored_blocks: bool `[S, B]`, blocks that exploration put into `U`.
+        explored_blocks: bool `[S, B]`, blocks that at least one row explored, even where another
+            row ranked them (`row0`: that row 0 explored).
     """
 
     blocks: Tensor
@@ -90,7 +91,7 @@ def choose_blocks(
     newest = visible.sum(-1, keepdim=True) - 1
     forced = visible & ((index == 0) | (index == newest))
     candidates = visible & ~forced
-    # Clamped, so that no candidate, however low its score, ties with a block that does not exist.
+    # Clamped, so that a candidate, however low its score, ranks above what is no candidate.
     lowest = torch.finfo(torch.float32).min
     ranking = torch.where(candidates, block_scores.clamp(min=lowest), float("-inf"))
     best = ranking.sort(dim=-1, descending=True, stable=True).indices
@@ -132,7 +133,7 @@ def explore_priorities(
     Returns:
         int64 `[S, blocks]` in 0 .. 2**32-1.
     """
-    start = torch.tensor(_signed(mix(seed)), device=sequence_ids.device)
+    start = torch.tensor(as_int64(mix(seed)), device=sequence_ids.device)
     key = _mix_tensor(_mix_tensor(start ^ sequence_ids) ^ (layers << 40) ^ first_tokens)
     index = torch.arange(blocks, device=sequence_ids.device)
     return _shift_right(_mix_tensor(key.unsqueeze(-1) ^ index), 32)
@@ -147,9 +148,9 @@ def mix(x: int) -> int:
 
 
 def _mix_tensor(x: Tensor) -> Tensor:
-    x = x + _signed(_GOLDEN)
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
+    x = x + as_int64(_GOLDEN)
+    x = (x ^ _shift_right(x, 30)) * as_int64(_MIX_1)
+    x = (x ^ _shift_right(x, 27)) * as_int64(_MIX_2)
     return x ^ _shift_right(x, 31)
 
 
@@ -158,8 +159,8 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(x: int) -> int:
-    """A 64-bit pattern as the int64 that holds it."""
+def as_int64(x: int) -> int:
+    """The int64 that holds the 64-bit pattern of `x`, 0 .. 2**64-1."""
     return x - 2**64 if x >= 2**63 else x
 
 

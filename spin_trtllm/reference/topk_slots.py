@@ -86,7 +86,12 @@ def scored_slots(
     Returns:
         bool `[S, R, N]`.
     """
-    kept = blocks.repeat_interleave(block_size_slots, -1)[:, :slots]
+    kept = expand_blocks(blocks, slots, block_size_slots)
     index = torch.arange(slots, device=blocks.device)
     visible = index < visible_slots(positions_tokens, ratio).unsqueeze(-1)
     return visible & kept.unsqueeze(1)
+
+
+def expand_blocks(blocks: Tensor, slots: int, block_size_slots: int) -> Tensor:
+    """Slots of marked blocks: bool `[S, B]` to bool `[S, slots]`."""
+    return blocks.repeat_interleave(block_size_slots, -1)[:, :slots]

@@ -77,18 +77,18 @@ class Metrics:
         A figure with nothing to average is None.
         """
         everything = [rate for layer in self._misses for rate in layer]
-        tails = [_percentile_99(layer) for layer in self._misses]
+        tails = [percentile_99(layer) for layer in self._misses]
         result: dict[str, float | int | None] = {
-            "mean_miss": _mean(everything),
-            "p99_miss": _percentile_99(everything),
-            "p99_miss_layer_mean": _mean([tail for tail in tails if tail is not None]),
-            "realized_sparsity": _mean(self._sparsity),
+            "mean_miss": mean(everything),
+            "p99_miss": percentile_99(everything),
+            "p99_miss_layer_mean": mean([tail for tail in tails if tail is not None]),
+            "realized_sparsity": mean(self._sparsity),
             "cold_steps": self.cold_steps,
             "steps": self.steps,
         }
         if self._recall:
-            result["pearson"] = _mean(self._pearson)
-            result["topk_recall"] = _mean(self._recall)
+            result["pearson"] = mean(self._pearson)
+            result["topk_recall"] = mean(self._recall)
         return result
 
 
@@ -114,9 +114,11 @@ def correlate(predicted: Tensor, scores: Tensor) -> Tensor:
     return (x * y).sum(-1) / (x.square().sum(-1) * y.square().sum(-1)).sqrt()
 
 
-def _mean(values: list[float]) -> float | None:
+def mean(values: list[float]) -> float | None:
+    """Arithmetic mean; None of nothing."""
     return float(np.mean(values)) if values else None
 
 
-def _percentile_99(values: list[float]) -> float | None:
+def percentile_99(values: list[float]) -> float | None:
+    """99th percentile with linear interpolation; None of nothing."""
     return float(np.percentile(values, 99)) if values else None

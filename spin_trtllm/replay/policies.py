@@ -15,11 +15,12 @@ from spin_trtllm.geometry import block_budget, count_blocks, visible_slots
 from spin_trtllm.reference.predict_blocks import NEVER, pool_blocks
 from spin_trtllm.reference.select_blocks import (
     Selection,
+    as_int64,
     choose_blocks,
     explore_priorities,
     join_rows,
 )
-from spin_trtllm.reference.topk_slots import best_slots, topk_slots
+from spin_trtllm.reference.topk_slots import best_slots, expand_blocks, topk_slots
 from spin_trtllm.replay.metrics import correlate
 from spin_trtllm.replay.trace import Trace, TraceStep
 from spin_trtllm.replay.variants import SpinVariant
@@ -168,7 +169,7 @@ class Predictor(_Stateless):
         seen = visible_slots(step.positions_tokens, self.ratio).unsqueeze(-1)
         predicted = torch.where(torch.arange(self.slots) < seen, predicted, NEVER)
         layers = torch.tensor(self.layers)
-        identity = (self.sequence_id + 2**63) % 2**64 - 2**63
+        identity = as_int64(self.sequence_id)
         priorities = explore_priorities(
             torch.full_like(layers, identity),
             layers,
@@ -199,22 +200,19 @@ class Predictor(_Stateless):
 
 
 class RandomScores(Predictor):
-    """Scores drawn uniformly, anew for every layer and position."""
+    """Scores drawn uniformly, anew for every layer and step; the rows of a step share them."""
 
     def predict(self, step: TraceStep) -> tuple[Tensor, Tensor]:
         """A pure function of seed, layer and position, as SPEC 6's priorities are."""
         layers = torch.tensor(self.layers)
-        rows = [
-            explore_priorities(
-                torch.full_like(layers, -1),
-                layers,
-                p.expand_as(layers),
-                self.slots,
-                seed=self.config.seed,
-            )
-            for p in step.positions_tokens
-        ]
-        return torch.stack(rows, 1).float() / 2**32, self.all_layers(True)
+        drawn = explore_priorities(
+            torch.full_like(layers, as_int64(2**64 - 1)),
+            layers,
+            step.positions_tokens[:1].expand_as(layers),
+            self.slots,
+            seed=self.config.seed,
+        )
+        return (drawn.float() / 2**32).unsqueeze(1).expand_as(step.scores), self.all_layers(True)
 
 
 class PreviousLayer(Predictor):
@@ -306,7 +304,7 @@ class Tisa(_Stateless):
         warm = torch.full((len(self.layers),), self._last is not None)
         rows = self.visible(step) if self._last is None else self._refreshed(step)
         selection = self.join(rows, torch.zeros_like(rows), step)
-        fresh = selection.blocks.repeat_interleave(self.config.block_size, -1)[:, : self.slots]
+        fresh = expand_blocks(selection.blocks, self.slots, self.config.block_size)
         seen = torch.arange(self.slots) < visible_slots(
             step.positions_tokens, self.ratio
         ).unsqueeze(-1)
@@ -339,7 +337,8 @@ class Tisa(_Stateless):
 class IndexCache(_Stateless):
     """Every n-th indexer layer scores everything; the layers between reuse its top-k.
 
-    `n = round(1 / (1 - rho))`, so that the share of layers that score is about SPIN's budget.
+    `n = round(1 / (1 - rho))`: the share of layers that score, 1 / n, is as near to SPIN's budget
+    as a fixed period allows, 1/2 at rho = 0.4.
     """
 
     def decide(self, step: TraceStep) -> Outcome:

@@ -19,6 +19,7 @@ from spin_trtllm.config import MAX_TOP_K
 from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.files import atomic_file, save_tensors
 from spin_trtllm.geometry import last_position, visible_slots
+from spin_trtllm.state import MAX_LAYER
 
 FORMAT = "spin-trace/1"
 
@@ -171,7 +172,7 @@ class Trace:
     def _layers(self, metadata: dict[str, str]) -> tuple[int, ...]:
         text = metadata.get("layers")
         parts = [] if text is None else [part.strip() for part in text.split(",")]
-        good = bool(parts) and all(_is_number(p) and len(p) < 10 for p in parts)
+        good = bool(parts) and all(_is_number(p) and int(p) <= MAX_LAYER for p in parts)
         if not good or len({int(p) for p in parts}) != len(parts):
             self._refuse("metadata layers", text, "distinct decoder-layer indices, as in 2,4,6")
         return tuple(int(p) for p in parts)
@@ -236,3 +237,4 @@ def write_trace(
     tensors = {"scores": scores, "positions": positions_tokens, "accepted": accepted}
     with atomic_file(path, argument="trace") as temporary:
         save_tensors(temporary, tensors, metadata, argument="trace")
+        Trace(temporary)  # nothing is written that would not be read again

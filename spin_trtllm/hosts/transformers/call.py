@@ -42,11 +42,6 @@ class Call:
     picks: Tensor | None = None
 
 
-def keep_slots(blocks: Tensor, slots: int, block_size_slots: int) -> Tensor:
-    """Slots of kept blocks: bool `[S, B]` to bool `[S, slots]`."""
-    return blocks.repeat_interleave(block_size_slots, dim=-1)[:, :slots]
-
-
 def gather_keys(keys: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     """The keys of kept slots, in slot order.
 

@@ -21,14 +21,13 @@ from spin_trtllm.hosts.transformers.call import (
     ABSENT,
     Call,
     gather_keys,
-    keep_slots,
     miss_rates,
     scatter_scores,
 )
 from spin_trtllm.hosts.transformers.capture import Capture
 from spin_trtllm.hosts.transformers.sequences import CacheRows, SequenceBook
 from spin_trtllm.hosts.transformers.stats import SpinStats
-from spin_trtllm.reference.topk_slots import best_slots
+from spin_trtllm.reference.topk_slots import best_slots, expand_blocks
 from spin_trtllm.step import SpinStep, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -156,7 +155,7 @@ class SpinDecoder:
             self._give_up(call, reason)
             return None
         plan = self._step.plan([call.layer], call.rows.sequence_ids, call.positions_tokens)
-        kept = keep_slots(plan.selection.blocks, keys.shape[1], self._step.config.block_size)
+        kept = expand_blocks(plan.selection.blocks, keys.shape[1], self._step.config.block_size)
         call.plan, call.kept = plan, kept
         self._count(call, plan, keys.shape[1])
         if bool(kept.all()):
@@ -199,9 +198,9 @@ class SpinDecoder:
         kept_blocks = plan.selection.blocks.sum(1)
         self.stats.add_warm(plan.warm, kept_blocks, blocks)
         if call.layer == self._step.state.layers[0]:  # all layers of a step are alike in these
-            self.stats.cold_steps += int((~plan.warm).sum())
-            self.stats.sparse_steps += int((kept_blocks < blocks).sum())
             homeless = int((plan.lanes == self._step.state.scratch).sum())  # lanes of layer 0
+            self.stats.cold_steps += int((~plan.warm).sum()) - homeless
+            self.stats.sparse_steps += int((kept_blocks < blocks).sum())
             if homeless:
                 self.stats.fallbacks["no_free_lane"] += homeless
 

@@ -51,7 +51,8 @@ def enable(
     21 layers and a million tokens.
 
     Args:
-        model: a DeepSeek-V4 of Transformers, any precision and device; one forward at a time.
+        model: a DeepSeek-V4 of Transformers in any precision, its indexers on one device; one
+            forward at a time. `torch.compile` it after this call, not before.
         config: parameters; `top_k` unset or the model's own `index_topk`.
         max_sequences: sequences that have averages at one time; those beyond run dense.
         max_tokens: longest sequence that SPIN serves, longer ones run dense; default: the model's
@@ -68,6 +69,11 @@ def enable(
     indexers = find_indexers(model)
     if not _hooked.isdisjoint(indexers.values()):
         refuse("model", "a model that SPIN is enabled on", "one session at a time; close the first")
+    if getattr(model, "_orig_mod", None) is not None or getattr(model, "_compiled_call_impl", None):
+        refuse("model", "a compiled model", "a model that is compiled after enable, if at all")
+    devices = {p.device for indexer in indexers.values() for p in indexer.parameters()}
+    if len(devices) != 1:
+        refuse("model", sorted(map(str, devices)), "all indexers on one device")
     ratio, top_k = geometry_of(next(iter(indexers.values())))
     if config.top_k not in (None, top_k):
         refuse("top_k", config.top_k, f"{top_k}, the model's index_topk, or unset")
@@ -79,7 +85,7 @@ def enable(
             sequences=max_sequences,
             slots=visible_slots(max_tokens - 1, ratio),
             dtype=config.storage_dtype,
-            device=next(model.parameters()).device,
+            device=devices.pop(),
         )
     step = SpinStep(config.with_top_k(top_k), state, ratio=ratio)
     return SpinSession(

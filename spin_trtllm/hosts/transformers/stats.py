@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spin_trtllm.replay.metrics import mean, percentile_99
+
 
 @dataclass
 class SpinStats:
@@ -52,17 +54,17 @@ class SpinStats:
     @property
     def mean_miss(self) -> float | None:
         """Mean over the warm entries of the share of dense top-k slots outside the kept blocks."""
-        return _mean(self._all_misses())
+        return mean(self._all_misses())
 
     @property
     def p99_miss(self) -> float | None:
         """99th percentile of the same, over all layers together."""
-        return _p99(self._all_misses())
+        return percentile_99(self._all_misses())
 
     @property
     def p99_miss_layer_mean(self) -> float | None:
         """99th percentile of each layer by itself, averaged over the layers."""
-        return _mean([p for p in map(_p99, self.misses.values()) if p is not None])
+        return mean([p for p in map(percentile_99, self.misses.values()) if p is not None])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with SPEC 8's names."""
@@ -111,13 +113,3 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _p99(values: list[float]) -> float | None:
-    if not values:
-        return None
-    return float(torch.tensor(values, dtype=torch.float64).quantile(0.99))
