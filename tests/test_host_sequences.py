@@ -194,6 +194,7 @@ def test_sequences_without_a_lane_run_dense_and_are_counted(model: torch.nn.Modu
     with enable(model, SPARSE, max_sequences=2, strict=True, capture=True) as session:
         logits = run(model, prompt, tokens)
     assert session.stats.fallbacks == {"no_free_lane": 6}
+    assert session.stats.cold_steps == 2  # the two that have a lane; the third is no cold step
     torch.testing.assert_close(logits[2], untouched[2], atol=1e-5, rtol=0)
     assert not torch.allclose(logits[1], untouched[1], atol=1e-3, rtol=0)
     assert session.capture.sequence_ids == [0, 1]

@@ -323,6 +323,22 @@ def test_enable_refuses_and_leaves_no_trace(
     enable(model, SPARSE).close()
 
 
+def test_a_compiled_model_is_refused() -> None:
+    """It would go on without the hooks, and nobody would notice."""
+    for compiled in (torch.compile(tiny_model(), backend="eager"), tiny_model()):
+        if not hasattr(compiled, "_orig_mod"):
+            compiled.compile(backend="eager")  # in place
+        with pytest.raises(SpinError, match=r"^model: got 'a compiled model'"):
+            enable(compiled, SPARSE)
+
+
+def test_indexers_on_several_devices_are_refused() -> None:
+    spread = tiny_model()
+    indexers(spread)[CSA_LAYERS[1]].to("meta")
+    with pytest.raises(SpinError, match=r"^model: got \['cpu', 'meta'\], allowed: all indexers"):
+        enable(spread, SPARSE)
+
+
 def test_a_model_without_indexer_is_refused() -> None:
     plain = tiny_model(layer_types=["sliding_attention"] * 4)
     for other in (plain, torch.nn.Linear(2, 2)):

@@ -145,6 +145,24 @@ def test_round_trip_of_any_shape(
             assert (step.scores[:, row, n:] == -INF).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("ratio", 0, "metadata ratio"),
+        ("layers", [], "metadata layers"),
+        ("sequence_id", -1, "metadata sequence_id"),
+        ("layers", [1], "layers"),
+    ],
+)
+def test_nothing_is_written_that_cannot_be_read(
+    tmp_path: Path, name: str, value: object, said: str
+) -> None:
+    facts = {"ratio": 4, "top_k": 8, "layers": [2, 6], "sequence_id": 7} | {name: value}
+    with pytest.raises(SpinError, match=said):
+        write_trace(tmp_path / "a.trace", *good_tensors().values(), **facts)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_garbage_where_nothing_is_visible_is_allowed(tmp_path: Path) -> None:
     """A writer need not clean what no row sees: it is never read as a score."""
     parts = good_tensors()
