@@ -135,7 +135,7 @@ class SpinConfig:
             loaded = {}
         if not isinstance(loaded, dict):
             refuse(f"spin_config: {path}", type(loaded).__name__, "a YAML mapping of SPIN fields")
-        return cls.from_dict({str(k): v for k, v in loaded.items()}, source=str(path))
+        return cls.from_dict(loaded, source=str(path))
 
     def to_yaml(self) -> str:
         """YAML text that `from_yaml` reads back to an equal configuration."""
@@ -216,10 +216,12 @@ def _as_float(name: str, value: Any, allowed: str) -> float:
 def _load_yaml(path: str | os.PathLike[str]) -> Any:
     try:
         with open(path, encoding="utf-8") as file:
-            text = file.read(_MAX_YAML_CHARACTERS)
+            text = file.read(_MAX_YAML_CHARACTERS + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise SpinError(f"spin_config: cannot read {str(path)!r}: {reason}") from error
+    if len(text) > _MAX_YAML_CHARACTERS:
+        refuse(f"spin_config: {path}", "a larger file", f"{_MAX_YAML_CHARACTERS} characters")
     try:
         return yaml.safe_load(text)
     except Exception as error:  # PyYAML's constructors raise far more than YAMLError

@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import NoReturn
+
+_repr = reprlib.Repr()
+_repr.maxlevel, _repr.maxlist, _repr.maxtuple, _repr.maxdict = 2, 20, 20, 20  # aliases can nest
+_repr.maxstring = _repr.maxother = _repr.maxlong = 10_000
 
 
 class SpinError(ValueError):
@@ -22,7 +27,7 @@ def refuse(argument: str, given: object, allowed: str) -> NoReturn:
         SpinError: always.
     """
     try:
-        shown = repr(given)
+        shown = _repr.repr(given)
     except ValueError:  # an integer with more digits than Python prints
         shown = f"{type(given).__name__} too long to print"
     if len(shown) > 120:

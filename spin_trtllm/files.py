@@ -16,6 +16,25 @@ from torch import Tensor
 
 from spin_trtllm.errors import SpinError
 
+_PREFIX = ".spin."  # of temporary names: short, so that the longest legal target still works
+
+
+def exists(path: Path, argument: str) -> bool:
+    """Whether anything, a dangling link included, has this name.
+
+    Raises:
+        SpinError: a name that no file can have, or a folder that may not be searched.
+    """
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        shown = str(path) if len(str(path)) < 120 else f"{str(path)[:117]}..."
+        raise SpinError(f"{argument}: cannot use {shown!r}: {reason}") from error
+    return True
+
 
 @contextmanager
 def atomic_file(path: str | os.PathLike[str], *, argument: str = "output") -> Iterator[Path]:
@@ -27,14 +46,13 @@ def atomic_file(path: str | os.PathLike[str], *, argument: str = "output") -> It
     """
     target = Path(path)
     # A rename would put a file in the place of a device or a pipe.
-    if os.path.lexists(target) and not target.is_file():
+    if exists(target, argument) and not target.is_file():
         raise SpinError(f"{argument}: {str(target)!r} is no regular file, allowed: a file name")
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        handle, name = tempfile.mkstemp(prefix=_PREFIX, dir=target.parent)
         os.close(handle)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise SpinError(f"{argument}: cannot write {str(target)!r}: {reason}") from error
+    except OSError as error:
+        raise SpinError(f"{argument}: cannot write {str(target)!r}: {error.strerror}") from error
     temporary = Path(name)
     try:
         yield temporary
@@ -74,7 +92,7 @@ def atomic_directory(
     target = Path(path)
     if target.name in ("", ".."):
         raise SpinError(f"{argument}: got {str(path)!r}, allowed: a directory name")
-    if os.path.lexists(target) and not target.is_dir():
+    if exists(target, argument) and not target.is_dir():
         raise SpinError(f"{argument}: {str(target)!r} is no directory, allowed: a directory name")
     if target.exists() and not force:
         raise SpinError(
@@ -82,10 +100,9 @@ def atomic_directory(
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise SpinError(f"{argument}: cannot make {str(target)!r}: {reason}") from error
+        temporary = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=target.parent))
+    except OSError as error:
+        raise SpinError(f"{argument}: cannot make {str(target)!r}: {error.strerror}") from error
     try:
         yield temporary
         os.chmod(temporary, 0o777 & ~_umask())
@@ -100,7 +117,7 @@ def atomic_directory(
 
 def _exchange(new: Path, target: Path) -> None:
     """Put `new` where the directory `target` stands; on failure the old one stands again."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    aside = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}old.", dir=target.parent))
     old = aside / target.name
     os.replace(target, old)
     try:

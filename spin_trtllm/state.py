@@ -125,6 +125,7 @@ class SpinState:
 
     def adopt(self, sequence_id: int, exported: dict[str, Tensor] | None) -> None:
         """Take over an exported sequence. Anything but a whole, fitting export leaves it cold."""
+        check_integer("sequence_id", sequence_id, 0, 2**64 - 1)
         self.release(sequence_id)
         lane = self._lane(sequence_id)
         if lane == self.scratch or exported is None:

@@ -132,7 +132,7 @@ class SpinStep:
             ),
         )
         plan = StepPlan(tuple(layers), positions, flat, generations, warm, selection)
-        self._open.update(dict.fromkeys(flat.tolist(), plan))
+        self._open.update(dict.fromkeys(flat[positions[:, 0] >= 0].tolist(), plan))
         return plan
 
     def top_k(self, plan: StepPlan, scores: Tensor) -> Tensor:
@@ -163,6 +163,8 @@ class SpinStep:
             SpinError: a count outside 0 .. drafts, or tensors of another shape or dtype.
         """
         self._check_scores(plan, scores)
+        if not isinstance(accepted, Tensor):
+            refuse("accepted", type(accepted).__name__, "an int64 tensor")
         if accepted.dtype != torch.int64 or accepted.shape != plan.lanes.shape:
             given = f"{accepted.dtype} {list(accepted.shape)}"
             refuse("accepted", given, f"int64 {list(plan.lanes.shape)}")
@@ -251,12 +253,15 @@ class SpinStep:
         """
         state = self.state
         warm = state.warm.view(-1)[lanes] & (state.next_tokens.view(-1)[lanes] == positions[:, 0])
-        cold = lanes[~warm & (positions[:, 0] >= 0)]
-        state.v.flatten(0, 1)[cold] = 0
-        state.d.flatten(0, 1)[cold] = 0
-        state.warm.view(-1)[cold] = False
-        state.next_tokens.view(-1)[cold] = NOWHERE
+        self._make_cold(lanes[~warm & (positions[:, 0] >= 0)])
         return warm
+
+    def _make_cold(self, lanes: Tensor) -> None:
+        state = self.state
+        state.v.flatten(0, 1)[lanes] = 0
+        state.d.flatten(0, 1)[lanes] = 0
+        state.warm.view(-1)[lanes] = False
+        state.next_tokens.view(-1)[lanes] = NOWHERE
 
     def _settle(self, layers: tuple[int, ...], lanes: Tensor, first_tokens: Tensor) -> None:
         """Observe the deferred step of these layers, now that positions tell what was accepted."""
@@ -295,20 +300,19 @@ class SpinStep:
             and self._open.get(lane) is plan
             for lane, generation in zip(plan.lanes.tolist(), plan.generations, strict=True)
         ]
-        return torch.tensor(fresh, dtype=torch.bool, device=state.device) & (plan.drafts >= 0)
+        return torch.tensor(fresh, dtype=torch.bool, device=state.device)
 
     # ---- checks ----
 
     def _layer_index(self, layer: int) -> int:
-        try:
-            return self.state.layers.index(layer)
-        except ValueError:
+        if type(layer) is not int or layer not in self.state.layers:
             refuse("layers", layer, f"indexer layers {list(self.state.layers)}")
+        return self.state.layers.index(layer)
 
     def _check(
         self, layers: Sequence[int], sequence_ids: Sequence[int | None], positions: Tensor
     ) -> None:
-        if len(set(layers)) != len(layers):
+        if len({self._layer_index(layer) for layer in layers}) != len(layers):
             refuse("layers", list(layers), "each layer once")
         if not isinstance(positions, Tensor):
             refuse("positions_tokens", type(positions).__name__, "an int64 tensor")

@@ -293,8 +293,8 @@ def test_yaml_shapes(text: str, expected: dict[str, Any], tmp_path: Path) -> Non
         (b"spin: 5\n", ["got 'int'", "a YAML mapping"]),
         (b"false\n", ["got 'bool'", "a YAML mapping"]),
         (b"spin: {seed: 1}\nseed: 2\n", ["field: got 'spin'"]),
-        (b"1: 2\n", ["field: got '1'"]),
-        (b"null: 2\n", ["field: got 'None'"]),
+        (b"1: 2\n", ["field: got 1,"]),
+        (b"null: 2\n", ["field: got None,"]),
         (b"seed: [unclosed\n", ["is not valid YAML", "line 2"]),
         (b"seed: 1\n  pooling: max\n", ["is not valid YAML"]),
         (b"\tseed: 1\n", ["is not valid YAML"]),
@@ -313,6 +313,15 @@ def test_yaml_shapes(text: str, expected: dict[str, Any], tmp_path: Path) -> Non
         (b'seed: !!timestamp "abc"\n', ["is not valid YAML"]),
         (b"seed: " + b"9" * 5000 + b"\n", ["is not valid YAML"]),
         (b"seed: 0x" + b"f" * 5000 + b"\n", ["seed: got int too long to print"]),
+        (b"? 0x" + b"f" * 5000 + b"\n: 1\n", ["field: got int too long to print"]),
+        (b"# " + b"x" * 2**20 + b"\nseed: 1\n", ["got 'a larger file'"]),
+        (
+            b"seed:\n- &a0 [1, 1]\n"
+            + b"".join(
+                b"- &a%d [%s]\n" % (n, b", ".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 12)
+            ),
+            ["seed: got [[1, 1], ["],
+        ),
         (b"seed: " + b"[" * 5000 + b"]" * 5000 + b"\n", ["is not valid YAML"]),
     ],
 )
@@ -350,7 +359,7 @@ def test_yaml_from_a_device_without_an_end() -> None:
     room = int(words[0]) * resource.getpagesize() + 2**30
     resource.setrlimit(resource.RLIMIT_AS, (room, before[1]))
     try:
-        with pytest.raises(SpinError, match=r"^spin_config: '/dev/zero' is not valid YAML: "):
+        with pytest.raises(SpinError, match=r"^spin_config: /dev/zero: got 'a larger file'"):
             SpinConfig.from_yaml("/dev/zero")
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)

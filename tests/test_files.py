@@ -261,6 +261,7 @@ def test_folders_that_cannot_be_made(tmp_path: Path, force: bool) -> None:
         ("loop", looping, "is no directory"),
         ("/dev/null", nothing, "is no directory"),
         ("nul\0", nothing, "null byte"),
+        ("x" * 300, nothing, "File name too long"),
     ],
     ids=lambda x: x[:10] if isinstance(x, str) else "",
 )
@@ -336,3 +337,13 @@ def test_a_replacement_that_fails_half_way_puts_the_old_folder_back(
         replace()
     assert made
     assert everything(tmp_path) == before
+
+
+def test_the_longest_names_work(tmp_path: Path) -> None:
+    name = "x" * 255
+    with atomic_file(tmp_path / name) as temporary:
+        temporary.write_text("whole")
+    assert (tmp_path / name).read_text() == "whole"
+    with atomic_directory(tmp_path / ("y" * 255)):
+        pass
+    assert (tmp_path / ("y" * 255)).is_dir()

@@ -78,6 +78,7 @@ def test_a_reader_that_leaves_sees_no_traceback(tmp_path: Path) -> None:
         ["trace-info", "TRACE", "--json"],
         ["--version"],
         ["--help"],
+        [],
     ],
     ids=" ".join,
 )
@@ -99,11 +100,21 @@ def test_a_full_disk_behind_stdout_is_one_line(arguments: list[str], tmp_path: P
 
 def test_a_dump_with_too_long_a_name(tmp_path: Path) -> None:
     done = process("replay", save(tmp_path, make_trace()), "--dump", tmp_path / ("x" * 300))
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: dump: ")
     assert "File name too long" in done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["t.trace"]
+
+
+def test_a_closed_stdout_is_no_traceback(tmp_path: Path) -> None:
+    path = save(tmp_path, make_trace())
+    line = f"{sys.executable} -m spin_trtllm.cli replay {path} --json >&-"
+    done = subprocess.run(
+        ["sh", "-c", line], stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False
+    )
+    assert "Traceback" not in done.stderr
 
 
 # ---------------------------------------------------------------- memory

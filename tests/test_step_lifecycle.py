@@ -20,6 +20,7 @@ from steps import (
     snapshot,
 )
 
+from spin_trtllm.errors import SpinError
 from spin_trtllm.state import NOWHERE
 
 
@@ -223,3 +224,18 @@ def test_deferred_steps_of_different_groups_do_not_mix() -> None:
     for group in ((3,), (7,), (12,)):
         assert step.plan(group, [1], rows([154])).warm.all()
     assert torch.equal(step.state.v[:, 0], before)
+
+
+def test_padding_does_not_overtake_an_open_plan() -> None:
+    """An entry that takes no step leaves the one that is on its way alone."""
+    step = make()
+    plan = step.plan(LAYERS, [1], rows([150]))
+    step.plan(LAYERS, [1], rows([-1]))
+    step.observe(plan, noise(1, 3, 1, SLOTS), torch.zeros(3, dtype=torch.int64))
+    assert step.plan(LAYERS, [1], rows([151])).warm.all()
+
+
+@pytest.mark.parametrize("layer", [3.0, True, [3], "3", None])
+def test_a_layer_of_another_kind_is_refused(layer: object) -> None:
+    with pytest.raises(SpinError, match=r"^layers: got "):
+        make().plan([layer], [1], rows([150]))

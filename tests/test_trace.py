@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -247,3 +248,19 @@ def test_a_trace_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(SpinError, match=r"^trace: .* is no regular file, allowed: a file name$"):
         write_trace(tmp_path, *parts.values(), **facts)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("shape", [[0, 2, 2, 2**62], [0, 2, 2**40, 8], [0, 2, 2, 2**31 - 1]])
+def test_shapes_that_no_memory_holds(tmp_path: Path, shape: list[int]) -> None:
+    """No step, so the file is tiny and whole; a step would not fit."""
+    entries = {
+        "__metadata__": GOOD_METADATA,
+        "scores": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]},
+        "positions": {"dtype": "I64", "shape": [0, shape[2]], "data_offsets": [0, 0]},
+        "accepted": {"dtype": "I64", "shape": [0], "data_offsets": [0, 0]},
+    }
+    text = json.dumps(entries).encode()
+    path = tmp_path / "absurd.trace"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(SpinError, match=r"^trace .*: (scores shape: got|not a whole)"):
+        Trace(path)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -74,16 +75,12 @@ def spin_config(
 
 def run(command: click.Command, arguments: Sequence[str] | None, program: str) -> None:
     """Run a click command as a process does: bad input is one line on stderr and exit code 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be no text
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = command.main(
-            args=None if arguments is None else list(arguments),
-            prog_name=program,
-            standalone_mode=False,
-        )
-        sys.stdout.flush()  # while a full disk or a reader that left can still be reported
-    except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.ctx.get_help() if error.ctx else "")
-        sys.exit(0)
+        code = _call(command, arguments, program)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # while a full disk or a reader that left can still be reported
     except click.ClickException as error:
         _fail(error.format_message())
     except SpinError as error:
@@ -93,6 +90,15 @@ def run(command: click.Command, arguments: Sequence[str] | None, program: str) -
     except OSError as error:
         _fail(f"output: cannot write: {error.strerror}", code=1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _call(command: click.Command, arguments: Sequence[str] | None, program: str) -> object:
+    args = None if arguments is None else list(arguments)
+    try:
+        return command.main(args=args, prog_name=program, standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.ctx.get_help() if error.ctx else "")
+        return 0
 
 
 def _fail(message: str, code: int = EXIT_BAD_INPUT) -> NoReturn:

@@ -10,6 +10,8 @@ from dataclasses import asdict
 import click
 
 from spin_trtllm.build.memory import human_bytes
+from spin_trtllm.hosts.trtllm.activate import STARTUP_FILE
+from spin_trtllm.hosts.trtllm.settings import SPIN_VARIABLE
 from spin_trtllm.probe import Host, Report, probe
 from spin_trtllm.verdicts import Verdict, verdicts
 
@@ -31,6 +33,7 @@ def _json_text(report: Report, judged: Sequence[Verdict]) -> str:
         "versions": report.versions,
         "devices": [asdict(device) for device in report.devices],
         "kernel_library": asdict(report.kernel_library),
+        "activation": asdict(report.activation),
         "hosts": [asdict(host) | {"matches": host.matches} for host in report.hosts],
         "verdicts": [asdict(verdict) for verdict in judged],
     }
@@ -52,9 +55,18 @@ def _lines(report: Report, judged: Sequence[Verdict]) -> list[str]:
         *_section("Versions", [(n, v or "not installed") for n, v in report.versions.items()]),
         *_section("CUDA devices", devices or [("none", "")]),
         *_section("Kernel library", [("libspin", report.kernel_library.note)]),
+        *_section("Activation in TensorRT-LLM", _activation(report)),
         *_section("Hosts", [(host.name, _describe(host)) for host in report.hosts]),
         *_section("Hook points", hooks or [("none", "")]),
         *_verdict_lines(judged),
+    ]
+
+
+def _activation(report: Report) -> list[tuple[str, str]]:
+    startup = report.activation.startup_file or f"{STARTUP_FILE} is not in site-packages"
+    return [
+        ("start-up file", startup),
+        (SPIN_VARIABLE, report.activation.spin_file or "not set: whatever starts here runs dense"),
     ]
 
 

@@ -52,7 +52,7 @@ def command(
     opened = Trace(trace)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"replay {opened.path.name}", total=len(opened))
+        task = progress.add_task(escape(f"replay {opened.path.name}"), total=len(opened))
         result = replay(
             opened,
             config,

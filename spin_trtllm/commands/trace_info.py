@@ -24,7 +24,7 @@ def command(trace: str, as_json: bool) -> None:
         return
     table = Table(title=escape(trace), title_justify="left", show_header=False)
     for key, value in info.items():
-        table.add_row(key.replace("_", " "), escape(str(value)))
+        table.add_row(key.replace("_", " "), escape(_printable(str(value))))
     Console().print(table)
 
 
@@ -62,3 +62,8 @@ def describe(trace: Trace) -> dict[str, object]:
         "zero_scores": zeros,
         "file_bytes": trace.path.stat().st_size,
     }
+
+
+def _printable(text: str) -> str:
+    """Without bytes that a terminal would obey."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import refuse
-from spin_trtllm.files import atomic_file, save_tensors
+from spin_trtllm.files import atomic_file, exists, save_tensors
 from spin_trtllm.geometry import count_blocks
 from spin_trtllm.replay.metrics import Metrics
 from spin_trtllm.replay.policies import Outcome, make_policy
@@ -75,7 +75,7 @@ def replay(
         SpinError: unknown policy, NaN in a visible slot, a dump that cannot be written or would
             overwrite the trace; nothing is written then.
     """
-    if dump is not None and Path(dump).exists() and trace.path.samefile(dump):
+    if dump is not None and exists(Path(dump), "dump") and _is_same(trace.path, Path(dump)):
         refuse("dump", str(dump), "a file other than the trace")
     config = config.with_top_k(trace.top_k)
     chosen = make_policy(policy, config, trace, predictions=predictions)
@@ -101,3 +101,7 @@ def replay(
         if target is not None:
             record.save(target, *chosen.final_state)
     return metrics.result()
+
+
+def _is_same(trace: Path, dump: Path) -> bool:
+    return dump.exists() and trace.samefile(dump)  # a dangling link is nobody's

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from spin_trtllm.config import MAX_TOP_K
 from spin_trtllm.errors import SpinError, refuse
-from spin_trtllm.files import atomic_file, save_tensors
+from spin_trtllm.files import atomic_file, exists, save_tensors
 from spin_trtllm.geometry import last_position, visible_slots
 from spin_trtllm.state import MAX_LAYER
 
 FORMAT = "spin-trace/1"
+MAX_STEP_SCORES = 2**31  # 8 GB: a step must fit into memory
 
 _SCORE_DTYPES = {"F32": np.float32, "F16": np.float16}
 _RANKS = {"scores": 4, "positions": 2, "accepted": 1}
@@ -61,7 +62,7 @@ class Trace:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        if self.path.exists() and not self.path.is_file():
+        if exists(self.path, "trace") and not self.path.is_file():
             refuse("trace", str(path), "a regular file")
         metadata = self._open()
         self.ratio = self._integer(metadata, "ratio", 1, 2**31 - 1)
@@ -145,7 +146,9 @@ class Trace:
             if len(shape) != rank:
                 self._refuse(f"{name} shape", list(shape), f"{rank} dimensions")
             shapes[name] = shape
-        steps, _, rows, _ = shapes["scores"]
+        steps, layers, rows, slots = shapes["scores"]
+        if layers * rows * slots > MAX_STEP_SCORES:
+            self._refuse("scores shape", list(shapes["scores"]), f"{MAX_STEP_SCORES} scores a step")
         if shapes["positions"] != (steps, rows):
             self._refuse("positions shape", list(shapes["positions"]), f"[{steps}, {rows}]")
         if shapes["accepted"] != (steps,):

@@ -93,11 +93,10 @@ class SpinVariant(SpinStep):
             return -(block_scores + self.config.staleness_weight * age)
         return None
 
-    def _continue_or_reset(self, lanes: Tensor, positions: Tensor) -> Tensor:
-        warm = super()._continue_or_reset(lanes, positions)
-        self._clock[lanes[~warm]] = 0
-        self._observed_at[lanes[~warm]] = 0
-        return warm
+    def _make_cold(self, lanes: Tensor) -> None:
+        super()._make_cold(lanes)
+        self._clock[lanes] = 0
+        self._observed_at[lanes] = 0
 
     def _update(
         self, lanes: Tensor, plan: StepPlan, scores: Tensor, rows: Tensor, accepted: Tensor
