@@ -9,6 +9,7 @@ PY := $(BIN)/python
 PIP_INSTALL := $(PY) -m pip --disable-pip-version-check install -qq
 VENV_DONE := $(VENV)/.stamp-venv
 DEPS_DONE := $(VENV)/.stamp-deps
+CUDA_DONE := $(VENV)/.stamp-cuda
 SETUP_DONE := $(VENV)/.stamp-setup
 PLUGIN_FILES := $(shell find plugins -type f 2>/dev/null)
 PLUGIN_CODE := $(filter %.cu %.cuh %.cpp %.h,$(PLUGIN_FILES))
@@ -16,7 +17,9 @@ PLUGIN_CODE := $(filter %.cu %.cuh %.cpp %.h,$(PLUGIN_FILES))
 # Developer build of the kernels. One architecture a folder, so that switching ARCH rebuilds nothing
 # that is still good; the library itself is whatever was asked for last.
 ARCH ?= 90a
-NVCC ?= $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc) nvcc)
+SYSTEM_NVCC := $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc) \
+	$(shell command -v nvcc 2>/dev/null))
+NVCC ?= $(or $(SYSTEM_NVCC),$(lastword $(wildcard $(VENV)/lib/python*/site-packages/nvidia/cu*/bin/nvcc)),nvcc)
 KERNEL_ARCHES := $(if $(filter all,$(ARCH)),90a 100a 120a,$(ARCH))
 KERNEL_PTX := -gencode arch=compute_90,code=compute_90
 KERNEL_FLAGS := -std=c++17 -O3 -lineinfo -Iplugins/include -Xcompiler -fPIC,-fvisibility=hidden,-Wall \
@@ -27,7 +30,7 @@ KERNEL_LIBRARY := build/kernels/libspin.so
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test lint fmt demo prove bench clean kernels gpu-test gpu-bench
+.PHONY: help setup library test lint fmt demo prove bench clean kernels gpu-test gpu-bench
 
 help: ## list the targets
 	@echo "Usage: make TARGET [PYTHON=python3.x] [PYTEST_ARGS=...]"
@@ -37,7 +40,13 @@ help: ## list the targets
 setup: $(SETUP_DONE) ## create .venv with the pinned requirements and an editable install
 	@:
 
-test: setup ## ruff, mypy, then pytest with coverage
+# Where there is a CUDA compiler, setup has built the library already. Elsewhere one comes as wheels;
+# the second make sees it.
+library: setup ## the kernel library for every architecture, with a compiler from PyPI if need be
+	@$(if $(SYSTEM_NVCC),:,$(MAKE) --no-print-directory $(CUDA_DONE))
+	@$(if $(SYSTEM_NVCC),:,$(MAKE) --no-print-directory -j2 kernels ARCH=all)
+
+test: library ## ruff, mypy, then pytest with coverage
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/mypy --no-error-summary
 	@$(PY) -m pytest --cov=spin_trtllm $(PYTEST_ARGS)
@@ -85,6 +94,11 @@ $(VENV_DONE):
 	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
+$(CUDA_DONE): requirements/cuda.txt $(DEPS_DONE)
+	@echo "setup: no CUDA compiler here, installing requirements/cuda.txt"
+	@$(PIP_INSTALL) -r requirements/cuda.txt
+	@touch $@
+
 $(DEPS_DONE): requirements/ci.txt $(VENV_DONE)
 	@echo "setup: installing requirements/ci.txt"
 	@$(PIP_INSTALL) -r requirements/ci.txt
@@ -104,7 +118,7 @@ build/kernels/$(ARCH)/%.o: plugins/kernels/%.cu
 		{ cat $(@:.o=.log) >&2; exit 1; }
 
 $(KERNEL_LIBRARY): $(KERNEL_OBJECTS) build/kernels/.arch-$(ARCH)
-	@$(NVCC) -shared -cudart static $(KERNEL_OBJECTS) -o $@
+	@$(NVCC) -shared -cudart static -L$(dir $(NVCC))../lib $(KERNEL_OBJECTS) -o $@
 
 build/kernels/.arch-$(ARCH):
 	@mkdir -p $(@D)

@@ -21,12 +21,13 @@ ROOT = Path(__file__).parents[1]
 HEADERS = ROOT / "plugins" / "include"
 STEMS = ("predict_blocks", "select_blocks", "topk_slots", "observe_scores", "advance")
 NULL, RANGE, ALIGNMENT, UNSUPPORTED, CUDA = 1, 2, 3, 4, 5
+WHEEL_INCLUDE = "lib/python*/site-packages/nvidia/cu*/include"  # of requirements/cuda.txt
 SOMEWHERE = 0x7F00_0000_0000  # aligned, never dereferenced: every check comes before the launch
 
 
 def cuda_include() -> Path | None:
     nvcc = shutil.which("nvcc")
-    places = [Path("/usr/local/cuda/include")]
+    places = [Path("/usr/local/cuda/include"), *Path(sys.prefix).glob(WHEEL_INCLUDE)]
     if nvcc:
         places.append(Path(nvcc).resolve().parents[1] / "include")
     return next((p for p in places if (p / "cuda_runtime_api.h").is_file()), None)
