@@ -11,6 +11,7 @@ import ast
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import shutil
 import warnings
@@ -24,6 +25,8 @@ import torch
 
 from spin_trtllm import __version__
 from spin_trtllm.build.handover import has_own_build
+from spin_trtllm.hosts.trtllm.activate import has_hooks, startup_file
+from spin_trtllm.hosts.trtllm.settings import SPIN_VARIABLE
 
 Result = TypeVar("Result")
 
@@ -83,12 +86,28 @@ class Host:
 
 
 @dataclass(frozen=True)
+class Activation:
+    """How SPIN gets into a TensorRT-LLM process.
+
+    Attributes:
+        has_hooks: whether this version of spin-trtllm brings hooks for it.
+        startup_file: the `.pth` file through which every Python of this environment starts.
+        spin_file: what `TLLM_SPIN` names in this process.
+    """
+
+    has_hooks: bool
+    startup_file: str | None
+    spin_file: str | None
+
+
+@dataclass(frozen=True)
 class Report:
     """All that was found."""
 
     versions: dict[str, str | None]
     devices: tuple[Device, ...]
     kernel_library: KernelLibrary
+    activation: Activation
     hosts: tuple[Host, ...]
     has_own_build: bool
 
@@ -130,6 +149,7 @@ def probe() -> Report:
         versions=_versions(),
         devices=_quietly(_devices, ()),
         kernel_library=_kernel_library(),
+        activation=_activation(),
         hosts=(
             _transformers(),
             _tensorrt_llm(),
@@ -174,6 +194,15 @@ def _kernel_library() -> KernelLibrary:
     except Exception as error:
         return KernelLibrary(False, f"{error}; the reference runs")
     return KernelLibrary(True, str(path))
+
+
+def _activation() -> Activation:
+    startup = _quietly(startup_file, None)
+    return Activation(
+        has_hooks=_quietly(has_hooks, False),
+        startup_file=str(startup) if startup else None,
+        spin_file=os.environ.get(SPIN_VARIABLE) or None,
+    )
 
 
 def _transformers() -> Host:

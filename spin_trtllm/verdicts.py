@@ -13,6 +13,8 @@ _EMBEDDED = "use the embedded host: spin-trtllm generate"
 _MINIMUM_SM = 90  # the kernels use clusters
 _KERNELS = "make kernels in a clone, or reinstall spin-trtllm from source; both need nvcc"
 
+_STARTUP = "install spin-trtllm in this environment: pip install, not PYTHONPATH"
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -84,8 +86,15 @@ def _trtllm_serve(report: Report) -> Verdict:
     if not host.matches:
         why = f"tensorrt_llm {host.version}: {host.hooks[0].name} {host.hooks[0].note}"
         return Verdict(use, False, why, _NO_HOOKS)
-    why = f"tensorrt_llm {host.version} has the hook point; this version does not use it yet"
-    return Verdict(use, False, why, _NO_HOOKS)
+    has = f"tensorrt_llm {host.version} has the hook point"
+    if not report.activation.has_hooks:
+        return Verdict(use, False, f"{has}; this version does not use it yet", _NO_HOOKS)
+    kernels = _kernels(report)
+    if not kernels.runs:
+        return Verdict(use, False, f"{has}, but the kernels: {kernels.why}", kernels.fix)
+    if report.activation.startup_file is None:
+        return Verdict(use, False, f"{has}, but no start-up file reaches its ranks", _STARTUP)
+    return Verdict(use, True, f"{has}; never run under a real TensorRT-LLM so far")
 
 
 def _tensorrt_plugin(report: Report) -> Verdict:

@@ -18,7 +18,7 @@ import torch
 from spin_trtllm import probe as probing
 from spin_trtllm.commands.doctor import command
 from spin_trtllm.errors import SpinError
-from spin_trtllm.probe import Device, Host, KernelLibrary, probe
+from spin_trtllm.probe import Activation, Device, Host, KernelLibrary, probe
 from spin_trtllm.verdicts import Verdict, verdicts
 
 NEW_TREE = "_torch/attention/backends/sparse/dsa/indexer.py"
@@ -94,6 +94,7 @@ def test_json_is_one_object_with_stable_keys() -> None:
         "versions",
         "devices",
         "kernel_library",
+        "activation",
         "hosts",
         "verdicts",
     ]
@@ -124,7 +125,8 @@ def test_json_is_one_object_with_stable_keys() -> None:
 
 def test_text_has_every_section() -> None:
     text = doctor()
-    for title in ("Versions", "CUDA devices", "Kernel library", "Hosts", "Hook points"):
+    titles = ("Versions", "CUDA devices", "Kernel library", "Activation in TensorRT-LLM")
+    for title in (*titles, "Hosts", "Hook points"):
         assert f"{title}\n" in text
     for judged in verdicts(probe()):
         assert f"{judged.use} " in text
@@ -216,7 +218,7 @@ def test_what_is_planned_is_never_promised() -> None:
         Host("tritonserver", True, "2.51"),
     )
     for use in ("trtllm-serve", "TensorRT plugin", "Triton"):
-        found = verdict(use, devices=H200, hosts=everything, kernel_library=KernelLibrary(True, ""))
+        found = verdict(use, devices=H200, hosts=everything, **READY | {"activation": NO_HOOKS})
         assert not found.runs
         assert "this version" in found.why
         assert found.fix
@@ -249,6 +251,11 @@ def test_a_broken_driver_does_not_break_the_doctor(monkeypatch: pytest.MonkeyPat
     assert doctor("--json")
 
 
+NO_HOOKS = Activation(False, "/site/spin_trtllm_activate.pth", None)
+READY: dict[str, Any] = {
+    "kernel_library": KernelLibrary(True, ""),
+    "activation": Activation(True, "/site/spin_trtllm_activate.pth", None),
+}
 H200 = (Device(0, "NVIDIA H200", 90, 2**37),)
 A100 = (Device(0, "NVIDIA A100", 80, 2**36),)
 
@@ -280,3 +287,36 @@ def test_the_kernel_library_is_asked_where_it_is(monkeypatch: pytest.MonkeyPatch
     native.load = refuse_version
     note = "/lib/libspin.so: got 'version 99'; the reference runs"
     assert probe().kernel_library == KernelLibrary(False, note)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, "never run under a real TensorRT-LLM"),
+        ({"activation": NO_HOOKS}, "this version does not use it yet"),
+        ({"activation": Activation(True, None, None)}, "no start-up file"),
+        ({"kernel_library": KernelLibrary(False, "not built")}, "not built"),
+        ({"devices": A100}, "no GPU of sm_90"),
+    ],
+)
+def test_serving_needs_hooks_kernels_and_a_start_up_file(changes: dict[str, Any], why: str) -> None:
+    hosts = replaced(Host("tensorrt_llm", True, "1.4.0rc4"))
+    found = verdict("trtllm-serve", **{"devices": H200, "hosts": hosts} | READY | changes)
+    assert found.runs is (not changes)
+    assert why in found.why
+    assert bool(found.fix) is bool(changes)
+
+
+def test_activation_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("site.getsitepackages", lambda: [str(tmp_path)])
+    monkeypatch.setattr("site.ENABLE_USER_SITE", False)
+    monkeypatch.delenv("TLLM_SPIN", raising=False)
+    text = doctor()
+    assert "spin_trtllm_activate.pth is not in site-packages" in text
+    assert "TLLM_SPIN      not set: whatever starts here runs dense" in text
+    startup = tmp_path / "spin_trtllm_activate.pth"
+    startup.touch()
+    monkeypatch.setenv("TLLM_SPIN", "/engine/spin.yaml")
+    activation = json.loads(doctor("--json"))["activation"]
+    assert activation["startup_file"] == str(startup)
+    assert activation["spin_file"] == "/engine/spin.yaml"

@@ -33,3 +33,17 @@ exec trtllm-serve "${{SPIN_CHECKPOINT:-$checkpoint}}" --config "$engine/llm_args
 def run_script_text(checkpoint: Checkpoint) -> str:
     """The shell script, safe for a checkpoint path with any characters."""
     return _TEMPLATE.format(checkpoint=shlex.quote(str(checkpoint.path)))
+
+
+def checkpoint_of(script: str) -> str | None:
+    """The checkpoint's path in a script's text; None if somebody took its line out."""
+    lines = script[script.find("\ncheckpoint=") + 1 :].split("\n")
+    if not lines[0].startswith("checkpoint="):
+        return None
+    for end in range(1, len(lines) + 1):  # a name may have line breaks: up to its last quote
+        try:
+            words = shlex.split("\n".join(lines[:end]))
+        except ValueError:
+            continue
+        return words[0].removeprefix("checkpoint=") if len(words) == 1 else None
+    return None
