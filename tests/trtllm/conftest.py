@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the helper modules of this folder importable by name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = str(Path(__file__).resolve().parent)
+if HERE not in sys.path:
+    sys.path.insert(0, HERE)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hooked indexer through random lives, against one literal sequence a request id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import hook_standin
+import pytest
+from hook_batch import HostBatch, Step, model_ids
+from sequence_model import SequenceModel
+
+from spin_trtllm.config import SpinConfig
+from spin_trtllm.geometry import count_blocks
+from spin_trtllm.gpu_step import NO_LANE
+from spin_trtllm.hosts.trtllm import indexer as hooks
+from spin_trtllm.hosts.trtllm.backend import DecodeEngine
+from spin_trtllm.hosts.trtllm.counters import Counters
+
+SMALL = {"block_size": 8, "target_sparsity": 0.6, "exploration": 0.2, "seed": 5}
+LARGE_PAGES = {"tokens_per_block": 128, "max_seq_len": 2048, "max_batch_size": 3}
+CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int]] = [
+    ("plain", SMALL, {}, "host", 300),
+    ("drafts", SMALL, {"drafts": 3}, "host", 150),
+    ("one_draft", SMALL | {"state_dtype": "bf16"}, {"drafts": 1}, "host", 100),
+    ("two_drafts_row0", SMALL | {"mask_policy": "row0"}, {"drafts": 2}, "host", 100),
+    ("v3.2", SMALL, {"ratio": 1, "tokens_per_block": 8, "max_seq_len": 160}, "host", 100),
+    ("phases", SMALL, {"drafts": 1, "phases": True}, "host", 100),
+    ("fused", SMALL | {"block_size": 32}, {**LARGE_PAGES, "drafts": 1}, "fused", 40),
+]
+
+
+@pytest.fixture(autouse=True)
+def _unhooked() -> Iterator[None]:
+    yield
+    hooks.unpatch()
+
+
+def hook(config: dict[str, Any], backend: str = "host") -> Counters:
+    """Hook the stand-in."""
+    counters = Counters()
+    hooks.patch(hook_standin.module(), SpinConfig.from_dict(config), backend, counters)
+    return counters
+
+
+def engine_of(batch: HostBatch) -> DecodeEngine:
+    """The engine behind a batch, read off the closure of the hook."""
+    hook_cells = hook_standin.Indexer.sparse_attn_indexer.__closure__ or ()
+    host = next(c.cell_contents for c in hook_cells if isinstance(c.cell_contents, hooks.Host))
+    engine = host.engine(batch.metadata)
+    assert isinstance(engine, DecodeEngine), engine
+    return engine
+
+
+class Witness:
+    """What every step must have kept, selected and remembered."""
+
+    def __init__(self, batch: HostBatch, config: dict[str, Any]) -> None:
+        oracle = {k: v for k, v in config.items() if k != "target_sparsity"}
+        oracle |= {"sparsity": config["target_sparsity"], "exploration_policy": "random"}
+        self.batch = batch
+        self.model = SequenceModel(
+            batch.layers,
+            capacity=batch.manager.max_batch_size,
+            slots=batch.slots,
+            ratio=batch.ratio,
+            top_k=batch.top_k,
+            **oracle,
+        )
+        self.sparse_entries = 0
+
+    def check(self, step: Step, engine: DecodeEngine) -> None:
+        """Run the model through the same step and compare all that shows."""
+        state = engine.lanes.state
+        for number in {*step.contexts, *(self.model.sequence_ids - set(state._lane_of))}:
+            self.model.release(number)
+        ids = model_ids(step.rows)
+        assert all(i is None or i in state._lane_of for i in ids)
+        positions = [list(range(p, p + step.next_n)) for p in step.starts]
+        entries = self.model.plan(
+            self.batch.layers, ids, positions, step.scores.reshape(-1, *step.scores.shape[2:])
+        )
+        for index in range(len(self.batch.layers)):
+            view = engine.step.layer(index)
+            for s in range(len(ids)):
+                record = entries[index * len(ids) + s].record
+                kept = [j for j in view.block_list[s].tolist() if j >= 0]
+                assert kept == sorted(record.blocks)
+                self.sparse_entries += len(kept) < count_blocks(
+                    int(view.visible_slots[s]), engine.config.block_size
+                )
+                for row in range(step.next_n):
+                    got = step.selected[index, s, row].tolist()
+                    assert sorted(got) == sorted(record.topk[row])
+        self._check_state(engine)
+        self.model.defer(self.batch.layers, entries)
+
+    def _check_state(self, engine: DecodeEngine) -> None:
+        state = engine.lanes.state
+        for (number, layer), track in self.model.tracks.items():
+            where = self.batch.layers.index(layer), state._lane_of[number]
+            assert bool(state.warm[where]) == track.oracle.warm
+            assert int(state.next_tokens[where]) == track.next_tokens
+            assert state.v[where].tolist() == [float(x) for x in track.oracle.v[0]]
+            assert state.d[where].tolist() == [float(x) for x in track.oracle.d[0]]
+
+
+def live(case: tuple[str, dict[str, Any], dict[str, Any], str, int], seed: int, steps: int) -> int:
+    """Random steps, each checked; returns how many entries really left blocks out."""
+    _, config, options, backend, _ = case
+    batch = HostBatch(seed, **options)
+    hook(config, backend)
+    witness = Witness(batch, config)
+    for _ in range(steps):
+        step = batch.random_step()
+        witness.check(step, engine_of(batch))
+    return witness.sparse_entries
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_random_lives_equal_one_literal_sequence_a_request(case: Any) -> None:
+    assert live(case, 0, case[-1]) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES[:2], ids=[case[0] for case in CASES[:2]])
+def test_long_random_lives_equal_one_literal_sequence_a_request(case: Any) -> None:
+    assert live(case, 1, 2000) > 1000
+
+
+@pytest.mark.parametrize("layout", ["expanded", "split"])
+def test_layouts_that_give_draft_rows_their_own_tables(layout: str) -> None:
+    batch = HostBatch(3, drafts=3)
+    if layout == "expanded":
+        batch.metadata.use_expanded_buffers_for_mtp = True
+    else:
+        batch.metadata.dsl_expand_factor = batch.metadata.dsl_atom = 2
+    hook(SMALL)
+    witness = Witness(batch, SMALL)
+    batch.join(600)
+    batch.join(37)
+    for _ in range(12):
+        rows = list(batch.requests)
+        step = batch.step(rows, next_n=4, accepted={n: batch.rng.randrange(4) for n in rows})
+        witness.check(step, engine_of(batch))
+    assert witness.sparse_entries > 5
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_without_sparsity_the_outputs_are_those_of_the_dense_host(drafts: int) -> None:
+    dense, sparse = HostBatch(7, drafts=drafts), HostBatch(7, drafts=drafts)
+    want = [dense.random_step().selected for _ in range(40)]
+    hook(SMALL | {"target_sparsity": 0.0})
+    for selected in want:
+        assert sparse.random_step().selected.equal(selected)
+
+
+def test_dummies_and_padding_have_no_lane_and_touch_none() -> None:
+    batch = HostBatch(11)
+    hook(SMALL)
+    number = batch.join(300)
+    for t in range(6):
+        batch.step([*[2**64 - 1 - t % 3] * 2, number, 0])
+        engine = engine_of(batch)
+        assert engine.lanes.lanes[:4].tolist() == [NO_LANE, NO_LANE, 0, NO_LANE]
+        state = engine.lanes.state
+        assert not state.warm[:, 1:].any()
+        assert not state.v[:, 1:-1].any()
+    assert bool(state.warm[:, 0].all())
+
+
+def test_two_ranks_agree_bit_for_bit() -> None:
+    first, second = HostBatch(13, drafts=2), HostBatch(13, drafts=2)
+    hook(SMALL)
+    for _ in range(40):
+        a, b = first.random_step(), second.random_step()
+        assert a.selected.equal(b.selected)
+        one, two = engine_of(first).lanes.state, engine_of(second).lanes.state
+        assert one.v.equal(two.v)
+        assert one.d.equal(two.d)
+        assert one.warm.equal(two.warm)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mirrors sparse/deepseek_v4/indexer.py @4fd977cc and the indexer use of compressor.py.
+
+Test seam: `Compressor.key_of(layer, request_id, slot) -> fp32 [128]` gives a slot's raw key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tensorrt_llm._double_quant import quantize_fp4, quantize_fp8
+
+from ..dsa.indexer import Indexer
+
+
+class Compressor:
+    """deepseek_v4/compressor.py Compressor(is_indexer=True): pools keys, scatters full slots"""
+
+    key_of: Callable[[int, int, int], torch.Tensor]
+
+    def __init__(self, layer_idx: int, compress_ratio: int, use_fp4: bool) -> None:
+        self.layer_idx = layer_idx
+        self.compress_ratio = compress_ratio
+        self.use_fp4 = use_fp4
+
+    def __call__(self, hidden_states: torch.Tensor, metadata: Any) -> tuple:
+        """Compressor.forward: (None, None) without any compressed token in this step"""
+        if metadata.num_total_compressed_tokens[self.compress_ratio] == 0:
+            return None, None
+        cache = metadata.kv_cache_manager.get_indexer_k_cache_buffers(self.layer_idx)
+        slots, data = cache.shape[1], cache.shape[3] - 4
+        flat = cache.view(cache.shape[0], -1)
+        new, where = [], []
+        lens, seq = metadata.kv_lens_cuda, metadata.seq_lens_cuda
+        for row, request_id in enumerate(metadata.request_ids):
+            end = int(lens[row]) // self.compress_ratio
+            start = int(lens[row] - seq[row]) // self.compress_ratio
+            for slot in range(start, end):
+                new.append(self.key_of(self.layer_idx, request_id, slot))
+                page = int(metadata.indexer_k_cache_block_offsets[row, slot // slots])
+                where.append((page, slot % slots))
+        if not new:
+            empty = torch.zeros(1, 128, device=cache.device)
+            return (quantize_fp4 if self.use_fp4 else quantize_fp8)(empty)
+        keys, scales = (quantize_fp4 if self.use_fp4 else quantize_fp8)(torch.stack(new))
+        pages = torch.tensor([p for p, _ in where])
+        inside = torch.tensor([s for _, s in where])
+        lanes = torch.arange(data)
+        flat[pages[:, None], inside[:, None] * data + lanes] = keys.view(torch.uint8)
+        at = slots * data + inside[:, None] * 4 + torch.arange(4)
+        flat[pages[:, None], at] = scales.contiguous().view(torch.uint8).view(-1, 4)
+        return keys, scales
+
+
+class DeepseekV4Indexer(Indexer):
+    """indexer.py DeepseekV4Indexer: own compressor, inherits sparse_attn_indexer"""
+
+    def __init__(
+        self,
+        quant_config: Any,
+        pos_embd_params: Any,
+        mla_params: Any,
+        skip_create_weights_in_init: bool,
+        sparse_params: Any,
+        dtype: torch.dtype | None,
+        compress_ratio: int = 1,
+        layer_idx: int = 0,
+        aux_stream: Any = None,
+    ) -> None:
+        super().__init__(
+            quant_config,
+            pos_embd_params,
+            mla_params,
+            skip_create_weights_in_init,
+            sparse_params,
+            dtype,
+            compress_ratio,
+            layer_idx,
+            aux_stream,
+        )
+        self.indexer_k_dtype = sparse_params.indexer_k_dtype
+        self.compressor = Compressor(layer_idx, compress_ratio, self.use_fp4)
+
+    def _update_k_cache(self, k_fp8, k_scale, metadata) -> None:
+        """DeepseekV4Indexer._update_k_cache: no-op, the compressor has written"""
+
+    def precompute_aux(self, hidden_states, metadata, start_event=None) -> tuple | None:
+        """DeepseekV4Indexer.precompute_aux: None without multi-stream mode"""
+        return None
+
+    def _run_serial_indexer_prepare(self, qr, hidden_states, metadata, position_ids) -> tuple:
+        """DeepseekV4Indexer._run_serial_indexer_prepare"""
+        q, weights = self.projection(self, hidden_states, position_ids)[:2]
+        q_fp8, q_scale, weights = self._quantize(q, weights)
+        k_fp8, k_scale = self.compressor(hidden_states, metadata)
+        if k_fp8 is not None and not self.use_fp4:
+            self._update_k_cache(k_fp8, k_scale, metadata)
+        return q_fp8, q_scale, k_fp8, k_scale, weights
+
+    def forward(self, qr, hidden_states, metadata, position_ids, pre_aux=None) -> torch.Tensor:
+        """DeepseekV4Indexer.forward: all -1 rows when nothing was ever compressed this step"""
+        assert pre_aux is None
+        q_fp8, q_scale, k_fp8, k_scale, weights = self._run_serial_indexer_prepare(
+            qr, hidden_states, metadata, position_ids
+        )
+        if k_fp8 is None:
+            return metadata.empty_topk_indices_buffer[: hidden_states.shape[0]]
+        return self.sparse_attn_indexer(
+            metadata, hidden_states, q_fp8, k_fp8, k_scale, weights, q_scale=q_scale
+        )
