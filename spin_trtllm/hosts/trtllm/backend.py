@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SPIN's state and step for one KV-cache manager of TensorRT-LLM.
+
+A `DecodeEngine` is made in the first `prepare` of a manager and lives as long as it. TensorRT-LLM
+sizes its page pool after a profiling forward of an estimation manager, which has an engine of the
+same size, so that the pool leaves room for the engine of the final one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spin_trtllm import native
+from spin_trtllm.config import SpinConfig
+from spin_trtllm.errors import SpinError, refuse
+from spin_trtllm.gpu_step import NO_LANE, GpuState, GpuStep
+from spin_trtllm.hosts.trtllm.cpu_step import CpuStep, PlacedState
+from spin_trtllm.hosts.trtllm.eligibility import step_obstacle
+from spin_trtllm.hosts.trtllm.proxy import Twins
+from spin_trtllm.hosts.trtllm.sequences import SequenceLanes
+from spin_trtllm.hosts.trtllm.settings import HookRefused
+
+BACKENDS = ("auto", "host", "fused")
+BACKEND_VARIABLE = "TLLM_SPIN_BACKEND"
+FUSED_CAPABILITY = (9, 0)  # where `auto` trusts our own scoring kernel: it was measured there
+
+_logger = logging.getLogger("spin_trtllm")
+
+
+def read_backend(environment: Mapping[str, str] | None = None) -> str:
+    """Which kernels score the kept blocks: `TLLM_SPIN_BACKEND`, by default `auto`.
+
+    `host` shows TensorRT-LLM's own kernels a shorter context; `fused` scores and selects with this
+    package's; `auto` takes `fused` on SM90 for fp8 keys and `host` otherwise.
+    """
+    backend = (os.environ if environment is None else environment).get(BACKEND_VARIABLE) or "auto"
+    if backend not in BACKENDS:
+        refuse(BACKEND_VARIABLE, backend, ", ".join(BACKENDS))
+    return backend
+
+
+@dataclass(frozen=True)
+class HostShape:
+    """What a KV-cache manager and its metadata say about the indexer.
+
+    Attributes:
+        layers: decoder-layer indices of this rank's indexers, ascending.
+        ratio: raw tokens a slot.
+        page_slots: slots of a page of the indexer's key cache.
+        slots: most slots a sequence can have: its block table, full.
+        sequences: most sequences of a batch; rows: most rows of one, drafts + 1.
+        top_k: slots a row selects.
+        device: where the metadata's buffers live.
+    """
+
+    layers: tuple[int, ...]
+    ratio: int
+    page_slots: int
+    slots: int
+    sequences: int
+    rows: int
+    top_k: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, metadata: Any) -> HostShape:
+        """Read it off `DSAtrtllmAttentionMetadata` and its `kv_cache_manager`.
+
+        Raises:
+            HookRefused: an attribute that this version of the host does not have.
+        """
+        try:
+            return cls._read(metadata, metadata.kv_cache_manager)
+        except AttributeError as error:
+            raise HookRefused(f"attention metadata: {error}") from error
+
+    @classmethod
+    def _read(cls, metadata: Any, manager: Any) -> HostShape:
+        ratios = list(metadata.compress_ratios)  # one a layer on V4, [1] on V3.2
+        ratio = 4 if 4 in ratios else 1
+        if ratio == 4:
+            layers = [n for n in manager.pp_layers if n < len(ratios) and ratios[n] == ratio]
+        else:
+            own = getattr(manager, "indexer_k_cache_local_layer_mask", None)
+            own = own or [True] * len(manager.pp_layers)
+            layers = [n for n, mine in zip(manager.pp_layers, own, strict=False) if mine]
+        page_slots = manager.tokens_per_block // ratio
+        table = metadata.indexer_k_cache_block_offsets
+        return cls(
+            layers=tuple(layers),
+            ratio=ratio,
+            page_slots=page_slots,
+            slots=table.shape[1] * page_slots,
+            sequences=manager.max_batch_size,
+            rows=min(native.MAX_ROWS, 1 + metadata.max_draft_tokens),
+            top_k=metadata.sparse_mla_topk,
+            device=table.device,
+        )
+
+
+class DecodeEngine:
+    """State, step and fixed buffers of one KV-cache manager.
+
+    Attributes:
+        obstacle: why the step that was prepared last runs dense; None when SPIN may run.
+        layer_obstacle: why the first layer ran dense when it last ran although its step could
+            have run SPIN; a captured graph repeats what the layers did when it was captured.
+        lengths: int32 `[layers, G]`, raw tokens of each request as the shorter context has them.
+    """
+
+    def __init__(self, shape: HostShape, config: SpinConfig, backend: str) -> None:
+        if not shape.layers:
+            raise HookRefused("no layer of this rank has an indexer")
+        config = config.with_top_k(shape.top_k)
+        if config.top_k != shape.top_k:
+            raise HookRefused(f"top_k: got {config.top_k}, the model selects {shape.top_k}")
+        self.shape, self.config = shape, config
+        self.step = _make_step(shape, config)
+        self.lanes = SequenceLanes(self.step.state, shape.sequences)
+        self.twins = Twins()
+        self.fused = _prefers_fused(backend, shape.device)
+        self.obstacle: str | None = "not_prepared"
+        self.layer_obstacle: str | None = None
+        size = (shape.sequences, shape.rows)
+        self._positions = torch.full(size, -1, dtype=torch.int64, device=shape.device)
+        self._offsets = torch.arange(shape.rows, device=shape.device)
+        self._open: tuple[int, ...] | None = None
+        self._logged: set[str] = set()
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Bytes of the averages, and of the step's buffers."""
+        buffers = self.step.buffer_bytes if isinstance(self.step, GpuStep) else 0
+        return self.step.state.state_bytes, buffers
+
+    def prepare(self, metadata: Any) -> None:
+        """Refresh what a step needs from the host; eager, after the host's own `prepare`."""
+        shape, contexts = self.shape, metadata.num_contexts
+        self._open = None
+        self.obstacle = step_obstacle(
+            metadata, ratio=shape.ratio, rows=shape.rows, sequences=shape.sequences
+        )
+        ids = list(metadata.request_ids)
+        self.lanes.place(ids[:contexts], [] if self.obstacle else ids[contexts:])
+        if self.obstacle is None:
+            self.twins.make(metadata)
+
+    def is_open(self, metadata: Any, next_n: int) -> bool:
+        """Whether `begin` ran for this batch: the layers after the first go on with it."""
+        return self._open == self._key(metadata, next_n)
+
+    def begin(self, metadata: Any, next_n: int) -> None:
+        """Observe, predict and select for all layers, from lengths on the device alone.
+
+        `kv_lens_cuda_runtime` is the truth under overlapped scheduling with drafts: row 0 stands
+        at `length - next_n`, and what was accepted shows in where the next step starts.
+        """
+        contexts, requests = metadata.num_contexts, metadata.num_generations
+        part = slice(contexts, contexts + requests)
+        lengths = metadata.kv_lens_cuda_runtime[part]
+        first = lengths.unsqueeze(1).long() - next_n
+        rows = (self._offsets < next_n) & (first >= 0)
+        positions = self._positions[:requests]
+        positions.copy_(torch.where(rows, first + self._offsets, -1))
+        self.step.begin(
+            self.lanes.lanes[:requests],
+            self.lanes.ids[:requests],
+            positions,
+            metadata.indexer_k_cache_block_offsets[part],
+        )
+        entries = self.step.layers * requests
+        skipped = self.step.visible_slots[:entries] - self.step.kept_slots[:entries]
+        self.lengths = lengths - self.shape.ratio * skipped.view(-1, requests)
+        self._open, self.layer_obstacle = self._key(metadata, next_n), None
+
+    def skip(self, index: int, reason: str) -> None:
+        """Note that a layer runs dense, and log the first time that it does so for a reason."""
+        if index == 0:
+            self.layer_obstacle, self._open = reason, None
+        elif self._open is not None:
+            self.disown(index, self._open[2])
+        if reason not in self._logged:
+            self._logged.add(reason)
+            layer = self.shape.layers[index]
+            _logger.warning("SPIN: layer %d runs dense: %s", layer, reason)
+
+    def disown(self, index: int, requests: int) -> None:
+        """Keep a layer's scores of this step out of the averages: its next step is cold."""
+        self.step.plan_lanes[index * requests : (index + 1) * requests] = NO_LANE
+
+    def _key(self, metadata: Any, next_n: int) -> tuple[int, ...]:
+        return (id(metadata), metadata.num_contexts, metadata.num_generations, next_n)
+
+
+def make_engine(metadata: Any, config: SpinConfig, backend: str) -> DecodeEngine:
+    """The engine for a metadata's KV-cache manager; its memory goes to the log.
+
+    Raises:
+        HookRefused: a host, device or configuration that SPIN does not run on.
+    """
+    shape = HostShape.of(metadata)
+    try:
+        engine = DecodeEngine(shape, config, backend)
+    except SpinError as error:
+        raise error if isinstance(error, HookRefused) else HookRefused(str(error)) from error
+    averages, buffers = engine.bytes
+    _logger.info(
+        "SPIN: %d layers, %d sequences of %d slots: %.1f MiB of averages, %.1f MiB of buffers",
+        len(shape.layers),
+        shape.sequences,
+        shape.slots,
+        averages / 2**20,
+        buffers / 2**20,
+    )
+    return engine
+
+
+def _make_step(shape: HostShape, config: SpinConfig) -> GpuStep | CpuStep:
+    room: dict[str, Any] = {"sequences": shape.sequences, "slots": shape.slots}
+    sizes: dict[str, Any] = {
+        "ratio": shape.ratio,
+        "sequences": shape.sequences,
+        "rows": shape.rows,
+        "page_slots": shape.page_slots,
+    }
+    dtype = config.storage_dtype
+    if shape.device.type == "cpu":
+        if config.block_size % shape.page_slots:
+            refuse("block_size", config.block_size, f"a multiple of {shape.page_slots} page slots")
+        return CpuStep(config, PlacedState(shape.layers, dtype=dtype, **room), **sizes)
+    if not native.supports(shape.device):
+        raise HookRefused(f"no SPIN kernels for {shape.device}; see `spin-trtllm doctor`")
+    state = GpuState(shape.layers, dtype=dtype, device=shape.device, **room)
+    return GpuStep(config, state, **sizes)
+
+
+def _prefers_fused(backend: str, device: torch.device) -> bool:
+    if backend != "auto":
+        return backend == "fused"
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == FUSED_CAPABILITY
+
+
+def pages_of(keys: Tensor) -> Tensor:
+    """Keys uint8 `[pages, page_slots, 1, bytes]` as `[pages, page_slots * bytes]`, no copy."""
+    return keys.view(keys.shape[0], -1)

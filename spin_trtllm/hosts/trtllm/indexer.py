@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hooks on TensorRT-LLM's indexer: `patch` puts them there, `unpatch` takes them away.
+
+Two methods of `Indexer` (`dsa/indexer.py`) carry everything, for DeepSeek-V4 and V3.2 alike:
+
+* `prepare`, a static method that both metadata classes call once a step, outside graphs: which
+  request sits in which row is only known here;
+* `sparse_attn_indexer`, once a layer, inside graphs: the decode rows score the kept blocks only.
+
+Whatever is not certain runs the original method, untouched, and is counted by reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+from torch import Tensor
+
+from spin_trtllm.config import SpinConfig
+from spin_trtllm.errors import SpinError
+from spin_trtllm.hosts.trtllm import eligibility
+from spin_trtllm.hosts.trtllm.backend import DecodeEngine, make_engine, pages_of, read_backend
+from spin_trtllm.hosts.trtllm.counters import Counters, process_counters
+from spin_trtllm.hosts.trtllm.estimate import step_figures
+from spin_trtllm.hosts.trtllm.proxy import (
+    captured_scores,
+    schedule,
+    shorter_context,
+    to_sequence_slots,
+)
+from spin_trtllm.hosts.trtllm.settings import HookRefused
+
+# Arguments that each hook relies on; further ones are handed through if they have a default.
+METHODS: dict[str, tuple[str, ...]] = {
+    "prepare": ("metadata",),
+    "prepare_scheduler_metadata": ("metadata",),
+    "sparse_attn_indexer": (
+        "self",
+        "metadata",
+        "hidden_states",
+        "q_fp8",
+        "k_fp8",
+        "k_scale",
+        "weights",
+        "q_scale",
+        "is_generation",
+    ),
+}
+TOP_K_ARGUMENTS = ("scores", "is_prefill")  # what upstream passes is watched, not changed
+
+_logger = logging.getLogger("spin_trtllm")
+_patched: list[tuple[type, str, Any, bool]] = []  # class, name, what was there, whether its own
+
+
+def patch(
+    module: ModuleType,
+    config: SpinConfig,
+    backend: str | None = None,
+    counters: Counters | None = None,
+) -> list[str]:
+    """Hook the indexer of an imported `...sparse.dsa.indexer`, all or nothing.
+
+    Args:
+        module: the module that defines `Indexer` and imports `TopK`.
+        config: `top_k` may be open; the model's own is taken.
+        backend: `auto`, `host` or `fused`; None takes `TLLM_SPIN_BACKEND`.
+        counters: None takes the process's.
+
+    Returns:
+        Names of what is hooked; empty if it already was.
+
+    Raises:
+        HookRefused: the module is not what the hooks were written for; nothing was changed.
+    """
+    indexer: Any = getattr(module, "Indexer", None)
+    if indexer is None:
+        raise HookRefused(f"{module.__name__} has no class Indexer")
+    if any(owner is indexer for owner, *_ in _patched):
+        return []
+    signatures = {name: _probe(indexer, name, wanted) for name, wanted in METHODS.items()}
+    _probe(getattr(module, "TopK", None), "forward", TOP_K_ARGUMENTS, complete=False)
+    host = Host(module, config, backend or read_backend(), counters or process_counters())
+    decode = _decode_hook(host, indexer.sparse_attn_indexer, signatures["sparse_attn_indexer"])
+    prepare = _prepare_hook(host, indexer.prepare, signatures["prepare"])
+    _replace(indexer, "sparse_attn_indexer", decode)
+    _replace(indexer, "prepare", staticmethod(prepare))
+    return ["Indexer.sparse_attn_indexer", "Indexer.prepare"]
+
+
+def unpatch() -> None:
+    """Give every hooked class back what it had."""
+    while _patched:
+        owner, name, original, own = _patched.pop()
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+class Host:
+    """What the hooks of one module share: configuration, and an engine a KV-cache manager."""
+
+    def __init__(
+        self, module: ModuleType, config: SpinConfig, backend: str, counters: Counters
+    ) -> None:
+        self.module, self.config, self.backend, self.counters = module, config, backend, counters
+        self._engines: WeakKeyDictionary[Any, DecodeEngine | str] = WeakKeyDictionary()
+
+    def prepare(self, metadata: Any) -> None:
+        """After the host's own `prepare`: lanes of the rows, and the step's figures."""
+        manager = metadata.kv_cache_manager
+        if not hasattr(manager, "index_head_dim"):
+            return  # a draft model's plain cache: upstream prepares no indexer either
+        if manager not in self._engines:
+            self._engines[manager] = self._make(metadata)
+        engine = self._engines[manager]
+        if isinstance(engine, str):
+            self._count(metadata, engine)
+            return
+        engine.prepare(metadata)
+        cause = engine.obstacle or engine.layer_obstacle
+        self._count(metadata, cause, {} if cause else step_figures(metadata, engine))
+
+    def engine(self, metadata: Any) -> DecodeEngine | str:
+        """The engine of a metadata's manager, or why there is none."""
+        return self._engines.get(metadata.kv_cache_manager, "not_prepared")
+
+    def _count(
+        self, metadata: Any, cause: str | None, figures: dict[str, int] | None = None
+    ) -> None:
+        if not metadata.num_generations:
+            return
+        if cause is not None:
+            self.counters.dense(cause, metadata.num_tokens - metadata.num_ctx_tokens)
+        self.counters.step(**(figures or {}))
+
+    def _make(self, metadata: Any) -> DecodeEngine | str:
+        try:
+            engine = make_engine(metadata, self.config, self.backend)
+        except HookRefused as refusal:
+            _logger.warning("SPIN is off, the indexer runs dense: %s", refusal)
+            return "refused"
+        size = sum(engine.bytes)
+        self.counters.add_state_bytes(size)
+        finalize(metadata.kv_cache_manager, self.counters.add_state_bytes, -size)
+        return engine
+
+
+class Call:
+    """One call of `sparse_attn_indexer` for decode rows of one layer.
+
+    Attributes:
+        arguments: of the call, by name.
+        index: place of the layer among the state's; start: first output row that is a decode row.
+    """
+
+    def __init__(self, host: Host, engine: DecodeEngine, bound: inspect.BoundArguments) -> None:
+        self.host, self.engine, self.bound = host, engine, bound
+        self.arguments = bound.arguments
+        self.indexer, self.metadata = self.arguments["self"], self.arguments["metadata"]
+        self.requests = self.metadata.num_generations
+        self.next_n = eligibility.rows_of(self.metadata)
+        self.index = engine.shape.layers.index(self.indexer.layer_idx)
+        whole = self.arguments["is_generation"] is None
+        self.start = self.metadata.num_ctx_tokens if whole else 0
+
+        manager, layer = self.metadata.kv_cache_manager, self.indexer.layer_idx
+        self.keys: Tensor = manager.get_indexer_k_cache_buffers(layer)
+
+    def obstacle(self) -> str | None:
+        """Why this layer runs dense; None if SPIN runs, whose step the first layer opens."""
+        query, shape = self.arguments["q_fp8"], self.engine.shape
+        reason = eligibility.layer_obstacle(self.indexer, self.metadata, query, shape.top_k)
+        reason = reason or eligibility.cache_obstacle(self.keys, query, shape.page_slots)
+        if reason is None and self.index == 0:
+            self.engine.begin(self.metadata, self.next_n)
+        elif reason is None and not self.engine.is_open(self.metadata, self.next_n):
+            reason = "step_not_begun"
+        if reason is not None:
+            self.engine.skip(self.index, reason)
+        return reason
+
+    def run(self, original: Callable[..., Tensor]) -> Tensor:
+        """The layer's selected slots, int32 `[tokens, K]`, in upstream's own output buffer."""
+        if self.engine.fused and self._fits_our_kernels():
+            return self._run_fused()
+        return self._run_shorter(original)
+
+    def _run_shorter(self, original: Callable[..., Tensor]) -> Tensor:
+        """Upstream's own method on the kept blocks."""
+        engine, view = self.engine, self.engine.step.layer(self.index)
+        lengths, pages = engine.lengths[self.index], view.pages
+        assert pages is not None
+        context = shorter_context(self.metadata, engine.twins, lengths, pages, self.next_n)
+        schedule(self.host.module, self.indexer, context, self.next_n)
+        self.arguments["metadata"] = context
+        with captured_scores(self.indexer.top_k) as seen:
+            selected = original(*self.bound.args, **self.bound.kwargs)
+        self._keep_scores(seen, view.scores)
+        rows = selected[self.start : self.start + self.requests * self.next_n]
+        to_sequence_slots(rows, view.block_list, engine.config.block_size)
+        return selected
+
+    def _keep_scores(self, seen: list[Tensor], scores: Tensor) -> None:
+        """Copy what upstream's top-k saw to where the next step looks for it."""
+        rows = self.requests * self.next_n
+        if len(seen) != 1 or seen[0].dtype != torch.float32 or seen[0].shape[0] != rows:
+            self.engine.disown(self.index, self.requests)  # cold next time, and right until then
+            return
+        width = min(seen[0].shape[1], scores.shape[2])
+        source = seen[0].unflatten(0, (self.requests, self.next_n))
+        scores[:, : self.next_n, :width].copy_(source[..., :width])
+
+    def _fits_our_kernels(self) -> bool:
+        mixed = self.start > 0
+        query, rows = self.arguments["q_fp8"], self.engine.shape.rows
+        return not mixed and not eligibility.fused_obstacle(self.keys, query, self.next_n, rows)
+
+    def _run_fused(self) -> Tensor:
+        """This package's kernels, into the buffer that upstream would have used."""
+        metadata, step, size = self.metadata, self.engine.step, (self.requests, self.next_n)
+        first = metadata.num_contexts
+        step.score(
+            self.index,
+            self.arguments["q_fp8"].unflatten(0, size),
+            self.arguments["weights"].unflatten(0, size),
+            pages_of(self.keys),
+            metadata.indexer_k_cache_block_offsets[first : first + self.requests],
+        )
+        phase = "" if self.arguments["is_generation"] is None else "_gen"
+        selected: Tensor = metadata.get_empty(
+            metadata.cuda_graph_buffers,
+            (self.arguments["hidden_states"].shape[0], self.indexer.index_topk),
+            cache_name=f"indexer_topk_out_buffer{phase}",
+            dtype=torch.int32,
+            capture_graph=metadata.is_cuda_graph,
+        )
+        selected.copy_(step.top_k(self.index).flatten(0, 1))
+        return selected
+
+
+def _decode_hook(
+    host: Host, original: Callable[..., Tensor], signature: inspect.Signature
+) -> Callable[..., Tensor]:
+    def sparse_attn_indexer(*args: Any, **kwargs: Any) -> Tensor:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        call = _open_call(host, bound)
+        return original(*args, **kwargs) if call is None else call.run(original)
+
+    return sparse_attn_indexer
+
+
+def _open_call(host: Host, bound: inspect.BoundArguments) -> Call | None:
+    """A call that runs SPIN, None where the original runs alone."""
+    indexer, metadata = bound.arguments["self"], bound.arguments["metadata"]
+    if bound.arguments["is_generation"] is False or metadata.num_generations == 0:
+        return None
+    engine = host.engine(metadata)
+    if isinstance(engine, str) or engine.obstacle is not None:
+        return None
+    if indexer.layer_idx not in engine.shape.layers:
+        return None
+    try:
+        call = Call(host, engine, bound)
+        return call if call.obstacle() is None else None
+    except SpinError as error:
+        _logger.warning("SPIN is off until the next step, the indexer runs dense: %s", error)
+        engine.obstacle = "error"
+        return None
+
+
+def _prepare_hook(
+    host: Host, original: Callable[..., None], signature: inspect.Signature
+) -> Callable[..., None]:
+    def prepare(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        host.prepare(signature.bind(*args, **kwargs).arguments["metadata"])
+
+    return prepare
+
+
+def _probe(
+    owner: Any, name: str, wanted: tuple[str, ...], *, complete: bool = True
+) -> inspect.Signature:
+    """The signature of a method, which must take the arguments wanted and, if these are complete,
+    need no other.
+
+    Raises:
+        HookRefused: it does not.
+    """
+    method = getattr(owner, name, None)
+    label = f"{getattr(owner, '__name__', 'TopK')}.{name}"
+    if not callable(method):
+        raise HookRefused(f"{label}: not there")
+    signature = inspect.signature(method)
+    missing = [n for n in wanted if n not in signature.parameters]
+    if missing:
+        raise HookRefused(f"{label}: takes no {', '.join(missing)}")
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [
+        n
+        for n, p in signature.parameters.items()
+        if n not in (*wanted, "self") and p.default is p.empty and p.kind not in kinds
+    ]
+    if needed and complete:
+        raise HookRefused(f"{label}: needs {', '.join(needed)}, which the hooks do not know")
+    return signature
+
+
+def _replace(owner: type, name: str, hook: Any) -> None:
+    own = name in vars(owner)
+    original = inspect.getattr_static(owner, name)
+    setattr(owner, name, hook)
+    _patched.append((owner, name, original, own))
