@@ -126,6 +126,27 @@ def test_the_indexer_is_hooked_once_after_its_import(site_folder: Path, name: st
     assert "Indexer.sparse_attn_indexer; sparsity 0.25, blocks of 64 slots" in line
 
 
+@pytest.mark.parametrize(("tree", "name"), [("new", NEW_TREE), ("old", OLD_TREE)])
+def test_the_real_hooks_go_on_a_double(site_folder: Path, tree: str, name: str) -> None:
+    """Imported as the host does it, through its packages, while the metadata is still to come."""
+    code = f"""
+import json, sys
+sys.path.insert(0, {str(ROOT / "tests/trtllm")!r})
+for name in [name for name in sys.modules if name.startswith("tensorrt_llm")]:
+    del sys.modules[name]
+sys.path.remove(SITE)
+import trtllm_double
+with trtllm_double.install(tree={tree!r}):
+    from {name.removesuffix(".indexer")}.backend import Indexer
+    print(json.dumps([Indexer.prepare.__module__, Indexer.sparse_attn_indexer.__module__]))
+"""
+    owners, log = run(site_folder, code)
+    assert owners == ["spin_trtllm.hosts.trtllm.indexer"] * 2
+    (line,) = [line for line in log.splitlines() if "SPIN" in line]
+    assert "hooked tensorrt_llm 1." in line
+    assert "Indexer.sparse_attn_indexer, Indexer.prepare; sparsity 0.25" in line
+
+
 def test_two_names_of_one_indexer_are_hooked_once(site_folder: Path) -> None:
     code = f"{USE_FAKE_HOOKS}\nimport {NEW_TREE}, {OLD_TREE}\n{SHOW_CALLS}"
     assert [call[0] for call in run(site_folder, code)[0]] == [NEW_TREE]

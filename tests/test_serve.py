@@ -172,6 +172,9 @@ def test_bad_input(engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setenv("TLLM_SPIN_PROBE", "often")
     refused("TLLM_SPIN_PROBE: got 'often', allowed: 1/N", str(engine))
+    monkeypatch.delenv("TLLM_SPIN_PROBE")
+    monkeypatch.setenv("TLLM_SPIN_BACKEND", "best")
+    refused("TLLM_SPIN_BACKEND: got 'best', allowed: auto", str(engine))
 
 
 @pytest.mark.usefixtures("machine")

@@ -76,9 +76,8 @@ def llm_args_text(
     )
     head = (
         f"trtllm-serve --config: {json.dumps(checkpoint.path.name)}, {checkpoint.architecture}, on "
-        f"{target.name}. Written by trtllm-build --use_spin; SPIN's own settings are in spin.yaml, "
-        "which this version does not hook into TensorRT-LLM yet: what is said of SPIN below takes "
-        "effect with the hooks."
+        f"{target.name}. Written by trtllm-build --use_spin; SPIN's own settings are in spin.yaml. "
+        "Without SPIN's hooks (spin-trtllm doctor tells) this file serves the same model dense."
     )
     lines = [*_comment(head, ""), "", *_lines(settings)]
     return "\n".join(lines) + "\n"

@@ -18,8 +18,8 @@ set -eu
 engine=$(dirname -- "$(readlink -f -- "$0")")
 checkpoint={checkpoint}
 
-# Where a host looks for SPIN's configuration. This version of spin-trtllm has no hook in
-# TensorRT-LLM yet: the server runs dense, whatever is named here.
+# Where SPIN's hooks look for their configuration. The log has one line a rank on whether they are
+# in place; `spin-trtllm serve` checks the machine first and refuses where they would not be.
 export TLLM_SPIN="$engine/spin.yaml"
 
 if ! command -v trtllm-serve >/dev/null; then

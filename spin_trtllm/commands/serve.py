@@ -15,6 +15,7 @@ from spin_trtllm.build.engine import LLM_ARGS_FILE, RUN_FILE, SPIN_FILE, Engine,
 from spin_trtllm.build.run_script import checkpoint_of
 from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.hosts.trtllm.activate import STARTUP_FILE, has_hooks, startup_file
+from spin_trtllm.hosts.trtllm.backend import read_backend
 from spin_trtllm.hosts.trtllm.settings import SPIN_VARIABLE, read_settings
 from spin_trtllm.probe import Report, probe
 
@@ -39,7 +40,9 @@ def command(
     engine = load_engine(engine_dir)
     words = command_line(engine, _checkpoint(engine, checkpoint), arguments)
     environment = {**os.environ, SPIN_VARIABLE: str(engine.path / SPIN_FILE)}
-    read_settings(environment)  # what a rank would complain about, before there are ranks
+    # What a rank would complain about, before there are ranks.
+    read_settings(environment)
+    read_backend(environment)
     found = list(missing(engine, probe(), arguments))
     if found and not dry_run:
         raise SpinError(f"serve: {found[0]}")

@@ -170,9 +170,11 @@ def _make_visible() -> None:
 
 
 def _host() -> str:
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return f"tensorrt_llm {importlib.metadata.version('tensorrt_llm')}"
-    return "tensorrt_llm of unknown version"
+    version = getattr(sys.modules.get("tensorrt_llm"), "__version__", None)
+    if version is None:  # its own import may not be over yet
+        with suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version("tensorrt_llm")
+    return f"tensorrt_llm {version or 'of unknown version'}"
 
 
 def _rank() -> str:
