@@ -9,7 +9,6 @@ enough to notice a schedule of another batch or another next_n.
 from __future__ import annotations
 
 import torch
-
 from tensorrt_llm._double import CONFIG
 
 SPLIT_BLOCKS = 4  # schedule unit: 4 blocks of 64 columns

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-
 from tensorrt_llm import deep_gemm
 from tensorrt_llm._double import CONFIG
 from tensorrt_llm._double_prepare import (  # noqa: F401  (public names of this module upstream)
@@ -29,6 +27,7 @@ from tensorrt_llm._torch.cute_dsl_utils import IS_CUTLASS_DSL_AVAILABLE
 from tensorrt_llm._torch.modules.top_k import TopK, TopKImplementation
 from tensorrt_llm._utils import get_sm_version, is_sm_100f
 from tensorrt_llm.deep_gemm import fp8_fp4_paged_mqa_logits, fp8_paged_mqa_logits
+from torch import nn
 
 
 class Indexer(IndexerPrepare, nn.Module):

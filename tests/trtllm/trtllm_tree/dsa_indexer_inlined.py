@@ -10,8 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
-
 from tensorrt_llm._double_prepare import (  # noqa: F401
     _DG_SCHEDULE_BLOCK_KV,
     IndexerParams,
@@ -25,6 +23,7 @@ from tensorrt_llm._double_prepare import (  # noqa: F401
 from tensorrt_llm._double_quant import quantize_fp8
 from tensorrt_llm._torch.cute_dsl_utils import IS_CUTLASS_DSL_AVAILABLE
 from tensorrt_llm.deep_gemm import fp8_mqa_logits, fp8_paged_mqa_logits
+from torch import nn
 
 
 class Indexer(IndexerPrepare, nn.Module):

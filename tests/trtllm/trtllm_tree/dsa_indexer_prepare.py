@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
 from tensorrt_llm._double import CONFIG
 from tensorrt_llm.deep_gemm import get_paged_mqa_logits_metadata
 

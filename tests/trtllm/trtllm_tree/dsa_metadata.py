@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from tensorrt_llm import deep_gemm
 from tensorrt_llm._double import CONFIG
 from tensorrt_llm._torch.cute_dsl_utils import IS_CUTLASS_DSL_AVAILABLE

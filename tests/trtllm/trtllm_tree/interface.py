@@ -7,7 +7,6 @@ import copy
 from typing import Any
 
 import torch
-
 from tensorrt_llm._double import CONFIG
 from tensorrt_llm._torch.metadata import KVCacheParams
 

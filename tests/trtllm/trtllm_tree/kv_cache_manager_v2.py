@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from tensorrt_llm._double import CONFIG
 from tensorrt_llm._double_pool import BAD_PAGE_INDEX, KVCacheHandle, PagePool
 from tensorrt_llm._torch.pyexecutor.llm_request import (

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
 from tensorrt_llm._double import CONFIG
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-
 from tensorrt_llm._double import CONFIG
 
 BAD_PAGE_INDEX = -1  # runtime/kv_cache_manager_v2/_common.py BAD_PAGE_INDEX

@@ -30,3 +30,22 @@ def quantize_fp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     packed = (codes[..., 0::2] | (codes[..., 1::2] << 4)).to(torch.uint8)
     scales = (exponent.squeeze(-1) + 127).to(torch.uint8)
     return packed.view(torch.int8), scales.contiguous().view(torch.int32)
+
+
+def write_slots(
+    cache: torch.Tensor, pages: list[int], inside: list[int], keys: torch.Tensor, fp4: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantises raw keys and stores them in planar pages: all data bytes, then all scales.
+
+    The layout is that of dsa/indexer.py _compute_slot_mappings @0b228a79.
+    """
+    slots, data = cache.shape[1], cache.shape[3] - 4
+    flat = cache.view(cache.shape[0], -1)
+    codes, scales = (quantize_fp4 if fp4 else quantize_fp8)(keys.to(cache.device))
+    page = torch.tensor(pages, device=cache.device)[:, None]
+    slot = torch.tensor(inside, device=cache.device)[:, None]
+    lanes = torch.arange(data, device=cache.device)
+    flat[page, slot * data + lanes] = codes.view(torch.uint8)
+    words = scales.contiguous().view(torch.uint8).view(-1, 4)
+    flat[page, slots * data + slot * 4 + lanes[:4]] = words
+    return codes, scales

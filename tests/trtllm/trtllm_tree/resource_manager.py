@@ -13,7 +13,6 @@ from enum import Enum
 from typing import Any
 
 import torch
-
 from tensorrt_llm._double import CONFIG
 from tensorrt_llm._double_pool import KVCacheHandle, PagePool
 from tensorrt_llm._torch.pyexecutor.llm_request import (

@@ -60,7 +60,7 @@ DEEPSEEK_V4_SPARSE_RATIO = 4  # deepseek_v4/params.py DEEPSEEK_V4_SPARSE_RATIO
 
 
 class DeepseekV4AttentionType(IntEnum):
-    """deepseek_v4/params.py DeepseekV4AttentionType (numeric values not read)"""
+    """deepseek_v4/params.py DeepseekV4AttentionType @50aec1cb"""
 
     SWA = 0
     COMPRESSOR_KV = 1

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from tensorrt_llm._double import CONFIG
 from tensorrt_llm._double_v2 import KVCacheManagerV2
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from tensorrt_llm._double_quant import quantize_fp4, quantize_fp8
+from tensorrt_llm._double_quant import quantize_fp4, quantize_fp8, write_slots
 
 from ..dsa.indexer import Indexer
 
@@ -31,28 +30,20 @@ class Compressor:
         if metadata.num_total_compressed_tokens[self.compress_ratio] == 0:
             return None, None
         cache = metadata.kv_cache_manager.get_indexer_k_cache_buffers(self.layer_idx)
-        slots, data = cache.shape[1], cache.shape[3] - 4
-        flat = cache.view(cache.shape[0], -1)
-        new, where = [], []
+        slots = cache.shape[1]
+        new, pages, inside = [], [], []
         lens, seq = metadata.kv_lens_cuda, metadata.seq_lens_cuda
         for row, request_id in enumerate(metadata.request_ids):
             end = int(lens[row]) // self.compress_ratio
             start = int(lens[row] - seq[row]) // self.compress_ratio
             for slot in range(start, end):
                 new.append(self.key_of(self.layer_idx, request_id, slot))
-                page = int(metadata.indexer_k_cache_block_offsets[row, slot // slots])
-                where.append((page, slot % slots))
+                pages.append(int(metadata.indexer_k_cache_block_offsets[row, slot // slots]))
+                inside.append(slot % slots)
         if not new:
             empty = torch.zeros(1, 128, device=cache.device)
             return (quantize_fp4 if self.use_fp4 else quantize_fp8)(empty)
-        keys, scales = (quantize_fp4 if self.use_fp4 else quantize_fp8)(torch.stack(new))
-        pages = torch.tensor([p for p, _ in where])
-        inside = torch.tensor([s for _, s in where])
-        lanes = torch.arange(data)
-        flat[pages[:, None], inside[:, None] * data + lanes] = keys.view(torch.uint8)
-        at = slots * data + inside[:, None] * 4 + torch.arange(4)
-        flat[pages[:, None], at] = scales.contiguous().view(torch.uint8).view(-1, 4)
-        return keys, scales
+        return write_slots(cache, pages, inside, torch.stack(new), self.use_fp4)
 
 
 class DeepseekV4Indexer(Indexer):
