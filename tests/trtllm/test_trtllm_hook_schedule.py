@@ -8,11 +8,10 @@ from typing import Any
 
 import hook_standin
 import pytest
-from hook_batch import HostBatch, Step, model_ids
-from sequence_model import SequenceModel
+from hook_batch import HostBatch
+from hook_witness import Witness, engine_behind
 
 from spin_trtllm.config import SpinConfig
-from spin_trtllm.geometry import count_blocks
 from spin_trtllm.gpu_step import NO_LANE
 from spin_trtllm.hosts.trtllm import indexer as hooks
 from spin_trtllm.hosts.trtllm.backend import DecodeEngine
@@ -45,65 +44,14 @@ def hook(config: dict[str, Any], backend: str = "host") -> Counters:
 
 
 def engine_of(batch: HostBatch) -> DecodeEngine:
-    """The engine behind a batch, read off the closure of the hook."""
-    hook_cells = hook_standin.Indexer.sparse_attn_indexer.__closure__ or ()
-    host = next(c.cell_contents for c in hook_cells if isinstance(c.cell_contents, hooks.Host))
-    engine = host.engine(batch.metadata)
-    assert isinstance(engine, DecodeEngine), engine
-    return engine
+    """The engine behind a batch."""
+    return engine_behind(hook_standin.Indexer, batch.metadata)
 
 
-class Witness:
-    """What every step must have kept, selected and remembered."""
-
-    def __init__(self, batch: HostBatch, config: dict[str, Any]) -> None:
-        oracle = {k: v for k, v in config.items() if k != "target_sparsity"}
-        oracle |= {"sparsity": config["target_sparsity"], "exploration_policy": "random"}
-        self.batch = batch
-        self.model = SequenceModel(
-            batch.layers,
-            capacity=batch.manager.max_batch_size,
-            slots=batch.slots,
-            ratio=batch.ratio,
-            top_k=batch.top_k,
-            **oracle,
-        )
-        self.sparse_entries = 0
-
-    def check(self, step: Step, engine: DecodeEngine) -> None:
-        """Run the model through the same step and compare all that shows."""
-        state = engine.lanes.state
-        for number in {*step.contexts, *(self.model.sequence_ids - set(state._lane_of))}:
-            self.model.release(number)
-        ids = model_ids(step.rows)
-        assert all(i is None or i in state._lane_of for i in ids)
-        positions = [list(range(p, p + step.next_n)) for p in step.starts]
-        entries = self.model.plan(
-            self.batch.layers, ids, positions, step.scores.reshape(-1, *step.scores.shape[2:])
-        )
-        for index in range(len(self.batch.layers)):
-            view = engine.step.layer(index)
-            for s in range(len(ids)):
-                record = entries[index * len(ids) + s].record
-                kept = [j for j in view.block_list[s].tolist() if j >= 0]
-                assert kept == sorted(record.blocks)
-                self.sparse_entries += len(kept) < count_blocks(
-                    int(view.visible_slots[s]), engine.config.block_size
-                )
-                for row in range(step.next_n):
-                    got = step.selected[index, s, row].tolist()
-                    assert sorted(got) == sorted(record.topk[row])
-        self._check_state(engine)
-        self.model.defer(self.batch.layers, entries)
-
-    def _check_state(self, engine: DecodeEngine) -> None:
-        state = engine.lanes.state
-        for (number, layer), track in self.model.tracks.items():
-            where = self.batch.layers.index(layer), state._lane_of[number]
-            assert bool(state.warm[where]) == track.oracle.warm
-            assert int(state.next_tokens[where]) == track.next_tokens
-            assert state.v[where].tolist() == [float(x) for x in track.oracle.v[0]]
-            assert state.d[where].tolist() == [float(x) for x in track.oracle.d[0]]
+def witness_of(batch: HostBatch, config: dict[str, Any]) -> Witness:
+    """A witness of a batch that has not stepped yet."""
+    capacity = batch.manager.max_batch_size
+    return Witness(batch.layers, batch.ratio, batch.top_k, batch.slots, capacity, config)
 
 
 def live(case: tuple[str, dict[str, Any], dict[str, Any], str, int], seed: int, steps: int) -> int:
@@ -111,7 +59,7 @@ def live(case: tuple[str, dict[str, Any], dict[str, Any], str, int], seed: int, 
     _, config, options, backend, _ = case
     batch = HostBatch(seed, **options)
     hook(config, backend)
-    witness = Witness(batch, config)
+    witness = witness_of(batch, config)
     for _ in range(steps):
         step = batch.random_step()
         witness.check(step, engine_of(batch))
@@ -137,7 +85,7 @@ def test_layouts_that_give_draft_rows_their_own_tables(layout: str) -> None:
     else:
         batch.metadata.dsl_expand_factor = batch.metadata.dsl_atom = 2
     hook(SMALL)
-    witness = Witness(batch, SMALL)
+    witness = witness_of(batch, SMALL)
     batch.join(600)
     batch.join(37)
     for _ in range(12):

@@ -23,13 +23,47 @@ from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.gpu_step import NO_LANE, GpuState, GpuStep
 from spin_trtllm.hosts.trtllm.cpu_step import CpuStep, PlacedState
 from spin_trtllm.hosts.trtllm.eligibility import step_obstacle
-from spin_trtllm.hosts.trtllm.proxy import Twins
+from spin_trtllm.hosts.trtllm.proxy import TWINS, Twins
 from spin_trtllm.hosts.trtllm.sequences import SequenceLanes
 from spin_trtllm.hosts.trtllm.settings import HookRefused
 
 BACKENDS = ("auto", "host", "fused")
 BACKEND_VARIABLE = "TLLM_SPIN_BACKEND"
 FUSED_CAPABILITY = (9, 0)  # where `auto` trusts our own scoring kernel: it was measured there
+
+# What the hooks read, of `DSAtrtllmAttentionMetadata` after its `prepare` and of its manager.
+METADATA_ATTRIBUTES = (
+    *TWINS,
+    "block_table_expanded",
+    "compress_ratios",
+    "cuda_graph_buffers",
+    "gen_indexer_kv_lens_cuda_runtime",
+    "get_empty",
+    "get_indexer_kv_lens",
+    "indexer_k_cache_block_offsets",
+    "is_cuda_graph",
+    "kv_cache_params",
+    "kv_lens_cuda_runtime",
+    "kv_lens_expanded_cuda",
+    "max_draft_tokens",
+    "num_contexts",
+    "num_ctx_tokens",
+    "num_generations",
+    "num_sms",
+    "num_tokens",
+    "request_ids",
+    "skip_indexer_for_gen_reqs",
+    "sparse_mla_topk",
+    "use_expanded_buffers_for_mtp",
+)
+MANAGER_ATTRIBUTES = (
+    "get_indexer_k_cache_buffers",
+    "max_batch_size",
+    "pp_layers",
+    "tokens_per_block",
+)
+
+ROWS_WITHOUT_LANES = ("too_many_sequences", "repeated_request")
 
 _logger = logging.getLogger("spin_trtllm")
 
@@ -76,13 +110,11 @@ class HostShape:
         Raises:
             HookRefused: an attribute that this version of the host does not have.
         """
-        try:
-            return cls._read(metadata, metadata.kv_cache_manager)
-        except AttributeError as error:
-            raise HookRefused(f"attention metadata: {error}") from error
-
-    @classmethod
-    def _read(cls, metadata: Any, manager: Any) -> HostShape:
+        manager = metadata.kv_cache_manager
+        for owner, names in ((metadata, METADATA_ATTRIBUTES), (manager, MANAGER_ATTRIBUTES)):
+            missing = [name for name in names if not hasattr(owner, name)]
+            if missing:
+                raise HookRefused(f"{type(owner).__name__} has no {', '.join(missing)}")
         ratios = list(metadata.compress_ratios)  # one a layer on V4, [1] on V3.2
         ratio = 4 if 4 in ratios else 1
         if ratio == 4:
@@ -99,7 +131,7 @@ class HostShape:
             page_slots=page_slots,
             slots=table.shape[1] * page_slots,
             sequences=manager.max_batch_size,
-            rows=min(native.MAX_ROWS, 1 + metadata.max_draft_tokens),
+            rows=min(native.MAX_ROWS, _most_rows(metadata, manager)),
             top_k=metadata.sparse_mla_topk,
             device=table.device,
         )
@@ -148,9 +180,11 @@ class DecodeEngine:
             metadata, ratio=shape.ratio, rows=shape.rows, sequences=shape.sequences
         )
         ids = list(metadata.request_ids)
-        self.lanes.place(ids[:contexts], [] if self.obstacle else ids[contexts:])
-        if self.obstacle is None:
-            self.twins.make(metadata)
+        if self.obstacle in ROWS_WITHOUT_LANES:
+            self.lanes.clear()
+        else:
+            self.lanes.place(ids[:contexts], ids[contexts:])
+        self.twins.make(metadata)
 
     def is_open(self, metadata: Any, next_n: int) -> bool:
         """Whether `begin` ran for this batch: the layers after the first go on with it."""
@@ -239,6 +273,12 @@ def _make_step(shape: HostShape, config: SpinConfig) -> GpuStep | CpuStep:
         raise HookRefused(f"no SPIN kernels for {shape.device}; see `spin-trtllm doctor`")
     state = GpuState(shape.layers, dtype=dtype, device=shape.device, **room)
     return GpuStep(config, state, **sizes)
+
+
+def _most_rows(metadata: Any, manager: Any) -> int:
+    """Drafts + 1 at most: the first metadata that is prepared may be one without drafts."""
+    drafts = max(metadata.max_draft_tokens, getattr(manager, "_max_draft_len", 0))
+    return max(1 + int(drafts), int(metadata.kv_lens_cuda_2d.shape[1]))
 
 
 def _prefers_fused(backend: str, device: torch.device) -> bool:

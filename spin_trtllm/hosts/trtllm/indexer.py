@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from spin_trtllm.config import SpinConfig
-from spin_trtllm.errors import SpinError
 from spin_trtllm.hosts.trtllm import eligibility
 from spin_trtllm.hosts.trtllm.backend import DecodeEngine, make_engine, pages_of, read_backend
 from spin_trtllm.hosts.trtllm.counters import Counters, process_counters
 from spin_trtllm.hosts.trtllm.estimate import step_figures
 from spin_trtllm.hosts.trtllm.proxy import (
     captured_scores,
+    find_maker,
+    needs_maker,
     schedule,
     shorter_context,
     to_sequence_slots,
@@ -111,6 +112,7 @@ class Host:
     ) -> None:
         self.module, self.config, self.backend, self.counters = module, config, backend, counters
         self._engines: WeakKeyDictionary[Any, DecodeEngine | str] = WeakKeyDictionary()
+        self._retired: list[DecodeEngine] = []
 
     def prepare(self, metadata: Any) -> None:
         """After the host's own `prepare`: lanes of the rows, and the step's figures."""
@@ -123,13 +125,26 @@ class Host:
         if isinstance(engine, str):
             self._count(metadata, engine)
             return
-        engine.prepare(metadata)
-        cause = engine.obstacle or engine.layer_obstacle
-        self._count(metadata, cause, {} if cause else step_figures(metadata, engine))
+        try:
+            engine.prepare(metadata)
+            cause = engine.obstacle or engine.layer_obstacle
+            self._count(metadata, cause, {} if cause else step_figures(metadata, engine))
+        except Exception as error:
+            self.give_up(metadata, error)
 
     def engine(self, metadata: Any) -> DecodeEngine | str:
         """The engine of a metadata's manager, or why there is none."""
         return self._engines.get(metadata.kv_cache_manager, "not_prepared")
+
+    def give_up(self, metadata: Any, error: Exception) -> None:
+        """Leave a manager dense for good: a host must not fall over its plug-in."""
+        _logger.error(
+            "SPIN is off, the indexer runs dense: %s: %s",
+            type(error).__name__,
+            error,
+            exc_info=True,
+        )
+        self._engines[metadata.kv_cache_manager] = "failed"
 
     def _count(
         self, metadata: Any, cause: str | None, figures: dict[str, int] | None = None
@@ -166,18 +181,25 @@ class Call:
         self.indexer, self.metadata = self.arguments["self"], self.arguments["metadata"]
         self.requests = self.metadata.num_generations
         self.next_n = eligibility.rows_of(self.metadata)
-        self.index = engine.shape.layers.index(self.indexer.layer_idx)
-        whole = self.arguments["is_generation"] is None
+        shape, whole = engine.shape, self.arguments["is_generation"] is None
+        self.index = shape.layers.index(self.indexer.layer_idx)
         self.start = self.metadata.num_ctx_tokens if whole else 0
 
         manager, layer = self.metadata.kv_cache_manager, self.indexer.layer_idx
         self.keys: Tensor = manager.get_indexer_k_cache_buffers(layer)
+        self.maker = find_maker(host.module, self.metadata)
+        fits = eligibility.fused_obstacle(
+            self.keys, self.arguments["q_fp8"], self.next_n, shape.rows
+        )
+        self.is_fused = engine.fused and self.start == 0 and fits is None
 
     def obstacle(self) -> str | None:
         """Why this layer runs dense; None if SPIN runs, whose step the first layer opens."""
         query, shape = self.arguments["q_fp8"], self.engine.shape
         reason = eligibility.layer_obstacle(self.indexer, self.metadata, query, shape.top_k)
         reason = reason or eligibility.cache_obstacle(self.keys, query, shape.page_slots)
+        if reason is None and needs_maker(self.metadata, self.next_n) and self.maker is None:
+            reason = "split_drafts"
         if reason is None and self.index == 0:
             self.engine.begin(self.metadata, self.next_n)
         elif reason is None and not self.engine.is_open(self.metadata, self.next_n):
@@ -186,25 +208,27 @@ class Call:
             self.engine.skip(self.index, reason)
         return reason
 
+    def shorten(self) -> None:
+        """Show the kept blocks to upstream's own method, where that is what scores them."""
+        if self.is_fused:
+            return
+        engine, view = self.engine, self.engine.step.layer(self.index)
+        assert view.pages is not None
+        lengths = engine.lengths[self.index]
+        context = shorter_context(self.metadata, engine.twins, lengths, view.pages, self.next_n)
+        schedule(self.maker, self.indexer, context, self.next_n)
+        self.arguments["metadata"] = context
+
     def run(self, original: Callable[..., Tensor]) -> Tensor:
         """The layer's selected slots, int32 `[tokens, K]`, in upstream's own output buffer."""
-        if self.engine.fused and self._fits_our_kernels():
+        if self.is_fused:
             return self._run_fused()
-        return self._run_shorter(original)
-
-    def _run_shorter(self, original: Callable[..., Tensor]) -> Tensor:
-        """Upstream's own method on the kept blocks."""
-        engine, view = self.engine, self.engine.step.layer(self.index)
-        lengths, pages = engine.lengths[self.index], view.pages
-        assert pages is not None
-        context = shorter_context(self.metadata, engine.twins, lengths, pages, self.next_n)
-        schedule(self.host.module, self.indexer, context, self.next_n)
-        self.arguments["metadata"] = context
+        view = self.engine.step.layer(self.index)
         with captured_scores(self.indexer.top_k) as seen:
             selected = original(*self.bound.args, **self.bound.kwargs)
         self._keep_scores(seen, view.scores)
         rows = selected[self.start : self.start + self.requests * self.next_n]
-        to_sequence_slots(rows, view.block_list, engine.config.block_size)
+        to_sequence_slots(rows, view.block_list, self.engine.config.block_size)
         return selected
 
     def _keep_scores(self, seen: list[Tensor], scores: Tensor) -> None:
@@ -216,11 +240,6 @@ class Call:
         width = min(seen[0].shape[1], scores.shape[2])
         source = seen[0].unflatten(0, (self.requests, self.next_n))
         scores[:, : self.next_n, :width].copy_(source[..., :width])
-
-    def _fits_our_kernels(self) -> bool:
-        mixed = self.start > 0
-        query, rows = self.arguments["q_fp8"], self.engine.shape.rows
-        return not mixed and not eligibility.fused_obstacle(self.keys, query, self.next_n, rows)
 
     def _run_fused(self) -> Tensor:
         """This package's kernels, into the buffer that upstream would have used."""
@@ -269,10 +288,12 @@ def _open_call(host: Host, bound: inspect.BoundArguments) -> Call | None:
         return None
     try:
         call = Call(host, engine, bound)
-        return call if call.obstacle() is None else None
-    except SpinError as error:
-        _logger.warning("SPIN is off until the next step, the indexer runs dense: %s", error)
-        engine.obstacle = "error"
+        if call.obstacle() is not None:
+            return None
+        call.shorten()
+        return call
+    except Exception as error:
+        host.give_up(metadata, error)
         return None
 
 

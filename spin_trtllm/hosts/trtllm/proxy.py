@@ -13,9 +13,10 @@ block of each row is forced), so each row loses the same whole number of slots, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ SCHEDULES = (
     "scheduler_metadata_buffer_expanded",
 )
 TWINS = ("kv_lens_cuda_2d", *SCHEDULES)
+MAKER = "get_paged_mqa_logits_metadata"
+SCHEDULE_BLOCK_SLOTS = 64  # `_DG_SCHEDULE_BLOCK_KV` of `dsa/indexer.py`
 
 
 class Twins:
@@ -57,8 +60,9 @@ class Twins:
 class ShorterContext:
     """Attention metadata in which the generation requests have only their kept blocks.
 
-    Reads fall through to the metadata behind it, but for the names it was given. Writes to those
-    stay here; others go through, since upstream may keep something for a later layer.
+    Reads fall through to the metadata behind it, but for the names it was given; its methods see
+    the shorter context, too. Writes to those names stay here; others go through, since upstream
+    may keep something for a later layer.
     """
 
     def __init__(self, metadata: Any, changed: dict[str, Any]) -> None:
@@ -69,7 +73,11 @@ class ShorterContext:
         changed = object.__getattribute__(self, "_spin_changed")
         if name in changed:
             return changed[name]
-        return getattr(object.__getattribute__(self, "_spin_metadata"), name)
+        metadata = object.__getattribute__(self, "_spin_metadata")
+        value = getattr(metadata, name)
+        if getattr(value, "__self__", None) is metadata:
+            return MethodType(value.__func__, self)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._spin_changed:
@@ -118,20 +126,32 @@ def expansion(metadata: Any, next_n: int) -> int:
     return 1
 
 
-def schedule(module: ModuleType, indexer: Any, context: ShorterContext, next_n: int) -> None:
-    """Rebuild the kernels' schedules for the shorter lengths with upstream's own function.
+def schedule(
+    maker: Callable[..., Tensor] | None, indexer: Any, context: ShorterContext, next_n: int
+) -> None:
+    """Rebuild the kernels' schedules for the shorter lengths with upstream's own functions.
 
     `Indexer.prepare_scheduler_metadata` covers all but the split of the CuTe DSL kernels, which
-    `on_update_kv_lens` builds inline with `get_paged_mqa_logits_metadata`.
+    `on_update_kv_lens` builds inline with the `maker`.
     """
     type(indexer).prepare_scheduler_metadata(context)
-    if expansion(context, next_n) > 1 and not context.use_expanded_buffers_for_mtp:
-        made = module.get_paged_mqa_logits_metadata(
-            context.kv_lens_expanded_cuda.view(-1, 1),
-            module._DG_SCHEDULE_BLOCK_KV,
-            context.num_sms,
-        )
+    if needs_maker(context, next_n):
+        assert maker is not None
+        lengths = context.kv_lens_expanded_cuda.view(-1, 1)
+        made = maker(lengths, SCHEDULE_BLOCK_SLOTS, context.num_sms)
         context.scheduler_metadata_buffer_expanded.copy_(made, non_blocking=True)
+
+
+def needs_maker(metadata: Any, next_n: int) -> bool:
+    """Whether a step needs a schedule that no function of `Indexer` builds."""
+    return expansion(metadata, next_n) > 1 and not metadata.use_expanded_buffers_for_mtp
+
+
+def find_maker(module: ModuleType, metadata: Any) -> Callable[..., Tensor] | None:
+    """`get_paged_mqa_logits_metadata`, where `dsa/indexer.py` or `dsa/metadata.py` imported it."""
+    modules = [module, *(sys.modules.get(c.__module__) for c in type(metadata).__mro__)]
+    makers = (getattr(each, MAKER, None) for each in modules)
+    return next((maker for maker in makers if maker is not None), None)
 
 
 @contextmanager

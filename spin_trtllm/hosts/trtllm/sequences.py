@@ -20,7 +20,7 @@ from spin_trtllm.state import SpinState
 
 # `llm_request.py`: CUDA_GRAPH_DUMMY_REQUEST_ID is 2**64 - 1, less the draft length and, in newer
 # releases, more; guard pages take ids near it, too. Real ids count up from the batch size.
-DUMMY_IDS = 2**20
+DUMMY_IDS = 2**32
 
 
 def is_dummy(request_id: int) -> bool:
@@ -71,6 +71,14 @@ class SequenceLanes:
         while len(self._recent) > self.state.sequences:
             self.forget(next(iter(self._recent)))
         self._send(rows)
+
+    def clear(self) -> None:
+        """Leave no row a lane until the next `place`: whatever runs is dense and remembers nothing.
+
+        A captured graph may run even in a step that `prepare` found unfit.
+        """
+        self.lanes.fill_(NO_LANE)
+        self._is_sent = False
 
     def forget(self, request_id: int) -> None:
         """Free the lane of a request: its next step is cold. Unknown requests are ignored."""

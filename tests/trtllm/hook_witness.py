@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks steps of a hooked host against one literal sequence a request id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hook_batch import Step, model_ids
+from sequence_model import SequenceModel
+
+from spin_trtllm.geometry import count_blocks
+from spin_trtllm.hosts.trtllm import indexer as hooks
+from spin_trtllm.hosts.trtllm.backend import DecodeEngine
+
+
+def engine_behind(indexer: type, metadata: Any) -> DecodeEngine:
+    """The engine of a metadata's manager, read off the closure of the hook on `Indexer`."""
+    cells = indexer.sparse_attn_indexer.__closure__ or ()  # type: ignore[attr-defined]
+    host = next(c.cell_contents for c in cells if isinstance(c.cell_contents, hooks.Host))
+    engine = host.engine(metadata)
+    assert isinstance(engine, DecodeEngine), engine
+    return engine
+
+
+class Witness:
+    """What every step must have kept, selected and remembered."""
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        ratio: int,
+        top_k: int,
+        slots: int,
+        capacity: int,
+        config: dict[str, Any],
+    ) -> None:
+        oracle = {k: v for k, v in config.items() if k != "target_sparsity"}
+        oracle |= {"sparsity": config["target_sparsity"], "exploration_policy": "random"}
+        self.layers = tuple(layers)
+        self.model = SequenceModel(
+            layers, capacity=capacity, slots=slots, ratio=ratio, top_k=top_k, **oracle
+        )
+        self.sparse_entries = 0
+
+    def check(self, step: Step, engine: DecodeEngine) -> None:
+        """Run the model through the same step and compare all that shows."""
+        state = engine.lanes.state
+        self.forget({*step.contexts, *(self.model.sequence_ids - set(state._lane_of))})
+        ids = model_ids(step.rows)
+        assert all(i is None or i in state._lane_of for i in ids)
+        positions = [list(range(p, p + step.next_n)) for p in step.starts]
+        entries = self.model.plan(
+            self.layers, ids, positions, step.scores.reshape(-1, *step.scores.shape[2:])
+        )
+        for index in range(len(self.layers)):
+            view = engine.step.layer(index)
+            for s in range(len(ids)):
+                record = entries[index * len(ids) + s].record
+                kept = [j for j in view.block_list[s].tolist() if j >= 0]
+                assert kept == sorted(record.blocks)
+                self.sparse_entries += len(kept) < count_blocks(
+                    int(view.visible_slots[s]), engine.config.block_size
+                )
+                for row in range(step.next_n):
+                    got = step.selected[index, s, row].tolist()
+                    assert sorted(got) == sorted(record.topk[row])
+        self._check_state(engine)
+        self.model.defer(self.layers, entries)
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Sequences that prefill, or whose lane went to another one."""
+        for number in numbers:
+            self.model.release(number)
+
+    def _check_state(self, engine: DecodeEngine) -> None:
+        state = engine.lanes.state
+        for (number, layer), track in self.model.tracks.items():
+            where = self.layers.index(layer), state._lane_of[number]
+            assert bool(state.warm[where]) == track.oracle.warm
+            assert int(state.next_tokens[where]) == track.next_tokens
+            assert state.v[where].tolist() == [float(x) for x in track.oracle.v[0]]
+            assert state.d[where].tolist() == [float(x) for x in track.oracle.d[0]]
