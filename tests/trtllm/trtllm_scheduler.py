@@ -86,7 +86,7 @@ class Serving(Transfers):
         key = "sparse_attn_config" if v4 else "sparse_attention_config"
         self.kv = getattr(self.double.module(module), name)(
             args.KvCacheConfig(
-                dtype="fp8_ds_mla" if v4 else "auto",
+                dtype="fp8_ds_mla" if v4 and self.double.config.sm_version == 90 else "auto",
                 enable_block_reuse=reuse and self.manager_kind == "v2",
                 max_pages=max_pages,
             ),

@@ -82,3 +82,31 @@ class Transfers:
         self.requests.pop(request.request_id)
         self.exporting.append((self.index + self.rng.randint(1, 4), request))
         step.freed.append(request.request_id)
+
+
+def assert_dense(serving: Any, step: Step, every_context_row: bool = False) -> int:
+    """Checks a step that ran without hooks against scores computed from raw keys.
+
+    Returns the number of rows compared. Rows of the dense early exit and dummies are skipped.
+    """
+    metadata, checked = step.metadata, 0
+    for row, sequence, j in step.rows():
+        last = j == len(sequence.tokens) - 1
+        if sequence.is_dummy or (sequence.is_context and not (last or every_context_row)):
+            continue
+        if sequence.is_context and metadata.skip_indexer_for_ctx_reqs:
+            continue
+        if not sequence.is_context and metadata.skip_indexer_for_gen_reqs:
+            continue
+        for layer in serving.layers:
+            truth = serving.dense_scores(layer, sequence, j)
+            result = step.outputs[layer][row]
+            got = result[result >= 0].tolist()
+            count = min(serving.top_k, truth.numel())
+            assert len(got) == len(set(got)) == count, (step.index, sequence, j)
+            assert (result[count:] == -1).all()
+            if 0 < count < truth.numel():
+                bar = truth.sort(descending=True).values[count - 1]
+                assert all(truth[i] >= bar - 1e-4 for i in got), (step.index, sequence, j)
+            checked += 1
+    return checked

@@ -17,6 +17,7 @@ class DoubleConfig:
     cutlass_dsl: bool = False
     device: str = "cpu"
     poison_free_pages: bool = True
+    compressor_none: bool = False  # the branch of DeepseekV4Indexer.forward for k_fp8 is None
     calls: list[tuple[str, dict[str, object]]] = field(default_factory=list)
 
     def record(self, name: str, **facts: object) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mirrors sparse/deepseek_v4/indexer.py @4fd977cc and the indexer use of compressor.py.
+"""Mirrors sparse/deepseek_v4/indexer.py @4fd977cc and compressor.py @15f98f48.
 
 Test seam: `Compressor.key_of(layer, request_id, slot) -> fp32 [128]` gives a slot's raw key.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tensorrt_llm._double import CONFIG
 from tensorrt_llm._double_quant import quantize_fp4, quantize_fp8, write_slots
 
 from ..dsa.indexer import Indexer
@@ -26,23 +27,29 @@ class Compressor:
         self.use_fp4 = use_fp4
 
     def __call__(self, hidden_states: torch.Tensor, metadata: Any) -> tuple:
-        """Compressor.forward: (None, None) without any compressed token in this step"""
-        if metadata.num_total_compressed_tokens[self.compress_ratio] == 0:
+        """Compressor.forward @15f98f48.
+
+        Lengths and table are the metadata's device tensors: whoever changes
+        indexer_k_cache_block_offsets in place redirects these writes. A step without a new slot
+        gives empty tensors; `compressor_none` gives (None, None), which the indexer still accepts.
+        """
+        ratio = self.compress_ratio
+        if CONFIG.compressor_none and metadata.num_total_compressed_tokens[ratio] == 0:
             return None, None
         cache = metadata.kv_cache_manager.get_indexer_k_cache_buffers(self.layer_idx)
         slots = cache.shape[1]
         new, pages, inside = [], [], []
-        lens, seq = metadata.kv_lens_cuda, metadata.seq_lens_cuda
+        past, count = metadata.past_kv_lens_cuda[ratio], metadata.new_comp_kv_lens_cuda[ratio]
         for row, request_id in enumerate(metadata.request_ids):
-            end = int(lens[row]) // self.compress_ratio
-            start = int(lens[row] - seq[row]) // self.compress_ratio
-            for slot in range(start, end):
+            start = int(past[row])
+            for slot in range(start, start + int(count[row])):
                 new.append(self.key_of(self.layer_idx, request_id, slot))
                 pages.append(int(metadata.indexer_k_cache_block_offsets[row, slot // slots]))
                 inside.append(slot % slots)
         if not new:
             empty = torch.zeros(1, 128, device=cache.device)
-            return (quantize_fp4 if self.use_fp4 else quantize_fp8)(empty)
+            keys, scales = (quantize_fp4 if self.use_fp4 else quantize_fp8)(empty)
+            return keys[:0], scales[:0]
         return write_slots(cache, pages, inside, torch.stack(new), self.use_fp4)
 
 
