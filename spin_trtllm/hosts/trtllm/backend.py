@@ -49,6 +49,7 @@ METADATA_ATTRIBUTES = (
     "num_contexts",
     "num_ctx_tokens",
     "num_generations",
+    "num_seqs",
     "num_sms",
     "num_tokens",
     "request_ids",
@@ -62,8 +63,6 @@ MANAGER_ATTRIBUTES = (
     "pp_layers",
     "tokens_per_block",
 )
-
-ROWS_WITHOUT_LANES = ("too_many_sequences", "repeated_request")
 
 _logger = logging.getLogger("spin_trtllm")
 
@@ -179,11 +178,9 @@ class DecodeEngine:
         self.obstacle = step_obstacle(
             metadata, ratio=shape.ratio, rows=shape.rows, sequences=shape.sequences
         )
-        ids = list(metadata.request_ids)
-        if self.obstacle in ROWS_WITHOUT_LANES:
-            self.lanes.clear()
-        else:
-            self.lanes.place(ids[:contexts], ids[contexts:])
+        ids = metadata.request_ids
+        if not self.lanes.place(ids[:contexts], ids[contexts:]):
+            self.obstacle = self.obstacle or "repeated_request"
         self.twins.make(metadata)
 
     def is_open(self, metadata: Any, next_n: int) -> bool:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from spin_trtllm import native
-from spin_trtllm.hosts.trtllm.sequences import is_dummy
 
 KEY_BYTES = {torch.float8_e4m3fn: native.KEY_BYTES, torch.int8: 68}  # of a slot: fp8, fp4
 FP8 = torch.float8_e4m3fn
@@ -50,8 +49,7 @@ def step_obstacle(metadata: Any, *, ratio: int, rows: int, sequences: int) -> st
         return "beam_search"
     if ratio == 1 and metadata.max_draft_tokens > 0:
         return "draft_layers_with_indexer"  # they would come between the layers of one step
-    real = [i for i in metadata.request_ids[metadata.num_contexts :] if not is_dummy(i)]
-    return "repeated_request" if len(set(real)) != len(real) else None
+    return None
 
 
 def layer_obstacle(indexer: Any, metadata: Any, query: Tensor, top_k: int) -> str | None:

@@ -15,7 +15,6 @@ import numpy as np
 from spin_trtllm.geometry import PPM, count_blocks
 from spin_trtllm.hosts.trtllm.backend import DecodeEngine
 from spin_trtllm.hosts.trtllm.eligibility import rows_of
-from spin_trtllm.hosts.trtllm.sequences import is_dummy
 
 
 def step_figures(metadata: Any, engine: DecodeEngine) -> dict[str, int]:
@@ -25,19 +24,17 @@ def step_figures(metadata: Any, engine: DecodeEngine) -> dict[str, int]:
     order; padding rows count for nothing.
     """
     first, next_n = metadata.num_contexts, rows_of(metadata)
-    cached = metadata.kv_cache_params.num_cached_tokens_per_seq[first:]
-    ids = metadata.request_ids[first:]
-    cold = engine.lanes.cold_rows or [False] * len(ids)
-    real = np.array([not is_dummy(i) for i in ids])
-    sparse = real & ~np.array(cold)
-    visible = (np.array(cached[: len(ids)], dtype=np.int64)[sparse] + next_n) // engine.shape.ratio
+    cached = metadata.kv_cache_params.num_cached_tokens_per_seq[first : metadata.num_seqs]
+    real, sparse = engine.lanes.is_real, engine.lanes.is_known
+    visible = (np.array(cached, dtype=np.int64)[sparse] + next_n) // engine.shape.ratio
     size = engine.config.block_size
-    blocks = (visible + size - 1) // size
+    blocks = (visible + (size - 1)) // size
     kept = blocks - blocks * engine.config.sparsity_ppm // PPM
     kept = np.minimum(np.maximum(kept, count_blocks(engine.shape.top_k, size)), blocks)
+    rows = np.count_nonzero(sparse)
     return {
-        "sparse_rows": int(sparse.sum()) * next_n,
-        "cold_rows": int((real & ~sparse).sum()) * next_n,
+        "sparse_rows": rows * next_n,
+        "cold_rows": (np.count_nonzero(real) - rows) * next_n,
         "kept_slots": int(np.minimum(kept * size, visible).sum()) * next_n,
         "visible_slots": int(visible.sum()) * next_n,
     }

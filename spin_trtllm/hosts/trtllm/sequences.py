@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from spin_trtllm.gpu_step import NO_LANE
@@ -35,48 +36,51 @@ class SequenceLanes:
         lanes: int64 `[sequences]`, lane of each generation row, `NO_LANE` for padding; one fixed
             buffer that every captured graph of the KV-cache manager reads.
         ids: int64 `[sequences]`, request id of each generation row (unsigned ids wrap).
-        cold_rows: rows of this step that were not in the one before, for the counters; empty if
-            none. The device decides by positions, and may find a row cold that is not listed.
+        is_real: bool `[G]`, rows that are no dummies.
+        is_known: bool `[G]`, real rows that were in the step before, too: what the counters call
+            sparse. The device decides by positions, and may find such a row cold.
     """
 
     def __init__(self, state: SpinState, sequences: int) -> None:
-        self.state = state
+        self.state, self.sequences = state, sequences
         self._table = torch.zeros(2, sequences, dtype=torch.int64, device=state.device)
         self._table[0] = NO_LANE
         self.lanes, self.ids = self._table[0], self._table[1]
-        self._recent: dict[int, None] = {}  # ids that own a lane, least recently used first
+        self._recent: dict[int, int] = {}  # lane of each id, least recently used first
         self._rows: tuple[int, ...] = ()  # of the last step
         self._is_sent = False  # whether the device holds them
-        self.cold_rows: list[bool] = []
+        self.is_real = self.is_known = np.zeros(0, dtype=bool)
 
-    def place(self, context_ids: Sequence[int], generation_ids: Sequence[int]) -> None:
+    def place(self, context_ids: Sequence[int], generation_ids: Sequence[int]) -> bool:
         """Refresh the device's table for a step; eager, once a step.
 
         Args:
             context_ids: requests in prefill: whatever is known of them is void.
-            generation_ids: request ids in row order; dummies may repeat, real ones may not.
+            generation_ids: request ids in row order; dummies may repeat.
+
+        Returns:
+            Whether every row has its own place; if not, no row has a lane. A captured graph may
+            run even then, dense, and remember nothing.
         """
         for request_id in context_ids:
             self.forget(request_id)
         rows = tuple(generation_ids)
         if rows == self._rows and self._is_sent:
-            self.cold_rows = []
-            return
-        before = set(self._rows) & self._recent.keys()
-        self.cold_rows = [i not in before and not is_dummy(i) for i in rows]
-        for request_id in rows:
-            if not is_dummy(request_id):
-                self._recent.pop(request_id, None)
-                self._recent[request_id] = None
-        while len(self._recent) > self.state.sequences:
-            self.forget(next(iter(self._recent)))
+            self.is_known = self.is_real
+            return True
+        real = [i for i in rows if not is_dummy(i)]
+        if len(rows) > self.sequences or len(set(real)) != len(real):
+            self.clear()
+            return False
+        before = self._recent.keys() & self._rows
+        self.is_real = np.array([not is_dummy(i) for i in rows], dtype=bool)
+        self.is_known = np.array([i in before for i in rows], dtype=bool)
+        self._seat(real)
         self._send(rows)
+        return True
 
     def clear(self) -> None:
-        """Leave no row a lane until the next `place`: whatever runs is dense and remembers nothing.
-
-        A captured graph may run even in a step that `prepare` found unfit.
-        """
+        """Leave no row a lane until the next `place`."""
         self.lanes.fill_(NO_LANE)
         self._is_sent = False
 
@@ -87,10 +91,20 @@ class SequenceLanes:
             self.state.release(request_id)
             self._is_sent = False
 
+    def _seat(self, request_ids: Sequence[int]) -> None:
+        """Give each of these a lane, in the place of who waited longest if there is none left."""
+        for request_id in request_ids:
+            lane = self._recent.pop(request_id, NO_LANE)
+            self._recent[request_id] = lane
+        while len(self._recent) > self.state.sequences:
+            self.forget(next(iter(self._recent)))
+        for request_id in request_ids:
+            if self._recent[request_id] == NO_LANE:
+                self._recent[request_id] = self.state.lanes([request_id])[0]
+
     def _send(self, rows: tuple[int, ...]) -> None:
         """Copy lanes and ids; pinned memory is fresh, for the device may still read the last."""
-        lanes = self.state.lanes(None if is_dummy(i) else i for i in rows)
-        seats = [NO_LANE if lane == self.state.scratch else lane for lane in lanes]
+        seats = [self._recent.get(i, NO_LANE) for i in rows]
         entries = [seats, [as_int64(i) for i in rows]]
         fresh = torch.tensor(entries, dtype=torch.int64, pin_memory=self._table.is_cuda)
         self._table[:, : len(rows)].copy_(fresh, non_blocking=True)
