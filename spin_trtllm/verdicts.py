@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from spin_trtllm.probe import Report
 
 _GPU = "run on a Hopper or Blackwell GPU"
-_NO_HOOKS = "serve dense for now; TensorRT-LLM 1.3.0rc24 .. 1.4.0rc4 is what the hooks are made for"
+_NO_HOOKS = "install TensorRT-LLM 1.3.0rc27 .. 1.4.0rc4, which the hooks are made for"
 _EMBEDDED = "use the embedded host: spin-trtllm generate"
 _MINIMUM_SM = 90  # the kernels use clusters
 _KERNELS = "make kernels in a clone, or reinstall spin-trtllm from source; both need nvcc"

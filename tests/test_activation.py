@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import spin_trtllm_activate
+
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError
 from spin_trtllm.hosts.trtllm import HookRefused, activate, enable, install
 
 ROOT = Path(__file__).parent.parent
-PTH = (ROOT / "spin_trtllm_activate.pth").read_text(encoding="utf-8")
+STARTUP = ROOT / "spin_trtllm/hosts/trtllm/startup"
+PTH = (STARTUP / "spin_trtllm_activate.pth").read_text(encoding="utf-8")
 NEW_TREE, OLD_TREE = spin_trtllm_activate.INDEXER_MODULES
 PLUGIN = ROOT / "spin_trtllm/hosts/trtllm/custom_module/spin_trtllm_ranks"
 
@@ -59,7 +60,10 @@ def site_folder(tmp_path: Path) -> Path:
 def run(site: Path, code: str, *, spin: str | None = "spin.yaml", **variables: str) -> Any:
     """Run code in a Python that started with the stub; returns the JSON it prints, and its log."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TLLM_")}
-    environment |= {"PYTHONPATH": os.pathsep.join((str(site), str(ROOT))), **variables}
+    environment |= {
+        "PYTHONPATH": os.pathsep.join((str(site), str(ROOT), str(STARTUP))),
+        **variables,
+    }
     if spin is not None:
         environment["TLLM_SPIN"] = str(site.parent / spin)
     script = site.parent / "script.py"
@@ -362,3 +366,27 @@ def test_nothing_else_lies_beside_the_custom_module() -> None:
     """Its parent goes on `sys.path`: a file there would hide a module of the host."""
     beside = {path.name for path in PLUGIN.parent.iterdir()} - {"__pycache__"}
     assert beside == {PLUGIN.name}
+
+
+def test_a_clone_on_the_path_has_the_stub_too(tmp_path: Path) -> None:
+    """No start-up file, no site-packages: the module that `--custom_module_dirs` names finds it."""
+    code = (
+        "import sys\n"
+        "from spin_trtllm.hosts.trtllm.stub import load_stub\n"
+        "stub = load_stub()\n"
+        "assert load_stub() is stub is sys.modules['spin_trtllm_activate']\n"
+        "print(stub.__file__)\n"
+    )
+    # -I would hide the clone as well; an empty user folder and a path of its own hide the rest.
+    hide = "import sys; sys.modules.pop('spin_trtllm_activate', None)\n"
+    hide += "sys.path[:] = [p for p in sys.path if not p.endswith('startup')]\n"
+    done = subprocess.run(
+        [sys.executable, "-c", hide + code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("spin_trtllm_activate.py")

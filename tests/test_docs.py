@@ -19,7 +19,13 @@ README = ROOT / "README.md"
 DEMO_RESULT = ROOT / "benchmarks" / "results" / "demo-cpu.json"
 TRACE_FORMAT = ROOT / "docs" / "trace-format.md"
 ALGORITHM = ROOT / "docs" / "algorithm.md"
-DOCUMENTS = [README, TRACE_FORMAT, ALGORITHM, ROOT / "benchmarks/tiny_model/README.md"]
+DOCUMENTS = [
+    README,
+    TRACE_FORMAT,
+    ALGORITHM,
+    ROOT / "docs/tensorrt-llm.md",
+    ROOT / "benchmarks/tiny_model/README.md",
+]
 
 
 def blocks(document: Path, language: str) -> list[str]:

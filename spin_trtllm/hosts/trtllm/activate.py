@@ -19,11 +19,11 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-import spin_trtllm_activate
 from spin_trtllm import __version__
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.hosts.trtllm.settings import SPIN_VARIABLE, HookRefused, Settings, read_settings
+from spin_trtllm.hosts.trtllm.stub import load_stub
 
 HOOKS_MODULE = "spin_trtllm.hosts.trtllm.indexer"
 STARTUP_FILE = "spin_trtllm_activate.pth"
@@ -79,7 +79,7 @@ def enable(config: SpinConfig | str | os.PathLike[str]) -> Path:
             "their own run dense; install spin-trtllm in this environment",
             STARTUP_FILE,
         )
-    spin_trtllm_activate.arm()
+    load_stub().arm()
     return path
 
 

@@ -14,7 +14,7 @@ import logging
 import os
 import types
 
-import spin_trtllm_activate
+from spin_trtllm.hosts.trtllm.stub import load_stub
 
 # architecture: module below tensorrt_llm._torch.models, class
 _MODELS = {
@@ -49,5 +49,5 @@ def _provide_all() -> None:
 
 
 if os.environ.get("TLLM_SPIN"):
-    spin_trtllm_activate.arm()
+    load_stub().arm()
     _provide_all()
