@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The start-up stub as a module, wherever it is.
 
-An installation puts `startup/` at the top of site-packages, where Python reads `.pth` files and finds
-the stub without importing this package. A clone on `PYTHONPATH` has it here alone.
+An installation puts `startup/` at the top of site-packages, where Python reads `.pth` files and
+finds the stub without importing this package. A clone on `PYTHONPATH` has it here alone.
 """
 
 from __future__ import annotations
