@@ -89,6 +89,12 @@ class Indexer(nn.Module):
         first, count = metadata.num_contexts, metadata.num_generations
         slots = metadata.get_indexer_kv_lens(metadata.kv_lens_cuda_runtime[first : first + count])
         metadata.gen_indexer_kv_lens_cuda_runtime = slots
+        if metadata.use_expanded_buffers_for_mtp:  # and nothing else
+            rows = count * (1 + metadata.max_draft_tokens)
+            lengths = metadata.kv_lens_expanded_cuda[:rows].view(-1, 1)
+            made = get_paged_mqa_logits_metadata(lengths, _DG_SCHEDULE_BLOCK_KV, metadata.num_sms)
+            metadata.scheduler_metadata_buffer_expanded.copy_(made)
+            return
         metadata.kv_lens_cuda_2d[:count] = slots.unsqueeze(1)
         for name, lengths in (
             ("scheduler_metadata_buffer", slots.view(-1, 1)),
@@ -96,11 +102,6 @@ class Indexer(nn.Module):
         ):
             made = get_paged_mqa_logits_metadata(lengths, _DG_SCHEDULE_BLOCK_KV, metadata.num_sms)
             getattr(metadata, name).copy_(made)
-        if metadata.use_expanded_buffers_for_mtp:
-            rows = count * (1 + metadata.max_draft_tokens)
-            lengths = metadata.kv_lens_expanded_cuda[:rows].view(-1, 1)
-            made = get_paged_mqa_logits_metadata(lengths, _DG_SCHEDULE_BLOCK_KV, metadata.num_sms)
-            metadata.scheduler_metadata_buffer_expanded.copy_(made)
 
     def sparse_attn_indexer(
         self,
@@ -326,7 +327,13 @@ class Metadata:
         self.block_table_expanded[: len(table)] = table
 
     def finish_schedule(self, next_n: int) -> None:
-        """What `on_update_kv_lens` adds for the CuTe DSL kernels' split."""
+        """What `on_update_kv_lens` adds: the plain schedule, and that of the CuTe DSL's split."""
+        if self.use_expanded_buffers_for_mtp and self.num_generations:
+            slots = self.gen_indexer_kv_lens_cuda_runtime
+            self.kv_lens_cuda_2d[: len(slots)] = slots.unsqueeze(1)
+            lengths = slots.view(-1, 1)
+            made = get_paged_mqa_logits_metadata(lengths, _DG_SCHEDULE_BLOCK_KV, self.num_sms)
+            self.scheduler_metadata_buffer.copy_(made)
         if self.dsl_expand_factor > 1:
             rows = self.num_generations * self.dsl_expand_factor
             lengths = self.kv_lens_expanded_cuda[:rows].view(-1, 1)

@@ -7,6 +7,7 @@ the next step, compared with scores of raw keys, and given to the model.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +54,10 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int]] = [
     ("v32_v1", {}, SMALL_V32 | {"manager": "v1"}, "host", 60),
     ("v32_v2", {}, SMALL_V32 | {"manager": "v2"}, "host", 60),
 ]
+
+LONG = pytest.mark.skipif(
+    not os.environ.get("SPIN_LONG_TESTS"), reason="takes a minute; set SPIN_LONG_TESTS=1"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +134,7 @@ def test_a_random_schedule_equals_one_literal_sequence_a_request(case: Any) -> N
     assert counts.dense_rows.keys() <= {"short_sequences"}
 
 
+@LONG
 @pytest.mark.slow
 def test_a_long_random_schedule_equals_one_literal_sequence_a_request() -> None:
     serve(("v4", {}, {"draft_len": 2}, "host", 2000), 1)

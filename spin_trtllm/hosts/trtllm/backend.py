@@ -161,6 +161,9 @@ class DecodeEngine:
         self.layer_obstacle: str | None = None
         size = (shape.sequences, shape.rows)
         self._positions = torch.full(size, -1, dtype=torch.int64, device=shape.device)
+        entries = self.step.layers * shape.sequences
+        self._lengths = torch.zeros(entries, dtype=torch.int32, device=shape.device)
+        self.lengths = self._lengths.view(self.step.layers, -1)
         self._offsets = torch.arange(shape.rows, device=shape.device)
         self._open: tuple[int, ...] | None = None
         self._logged: set[str] = set()
@@ -208,7 +211,8 @@ class DecodeEngine:
         )
         entries = self.step.layers * requests
         skipped = self.step.visible_slots[:entries] - self.step.kept_slots[:entries]
-        self.lengths = lengths - self.shape.ratio * skipped.view(-1, requests)
+        self.lengths = self._lengths[:entries].view(-1, requests)
+        self.lengths.copy_(lengths - self.shape.ratio * skipped.view(-1, requests))
         self._open, self.layer_obstacle = self._key(metadata, next_n), None
 
     def skip(self, index: int, reason: str) -> None:

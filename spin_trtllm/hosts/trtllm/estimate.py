@@ -31,10 +31,10 @@ def step_figures(metadata: Any, engine: DecodeEngine) -> dict[str, int]:
     blocks = (visible + (size - 1)) // size
     kept = blocks - blocks * engine.config.sparsity_ppm // PPM
     kept = np.minimum(np.maximum(kept, count_blocks(engine.shape.top_k, size)), blocks)
-    rows = np.count_nonzero(sparse)
+    rows, all_rows = int(np.count_nonzero(sparse)), int(np.count_nonzero(real))
     return {
         "sparse_rows": rows * next_n,
-        "cold_rows": (np.count_nonzero(real) - rows) * next_n,
+        "cold_rows": (all_rows - rows) * next_n,
         "kept_slots": int(np.minimum(kept * size, visible).sum()) * next_n,
         "visible_slots": int(visible.sum()) * next_n,
     }

@@ -112,39 +112,49 @@ class Host:
     ) -> None:
         self.module, self.config, self.backend, self.counters = module, config, backend, counters
         self._engines: WeakKeyDictionary[Any, DecodeEngine | str] = WeakKeyDictionary()
-        self._retired: list[DecodeEngine] = []
+        self._is_off = False
 
     def prepare(self, metadata: Any) -> None:
         """After the host's own `prepare`: lanes of the rows, and the step's figures."""
+        if not hasattr(metadata.kv_cache_manager, "index_head_dim"):
+            return  # a draft model's plain cache, for which upstream prepares nothing either
+        if self._is_off:
+            self._count(metadata, "failed")
+            return
+        try:
+            self._prepare(metadata)
+        except Exception as error:
+            self.give_up(error)
+
+    def engine(self, metadata: Any) -> DecodeEngine | str:
+        """The engine of a metadata's manager, or why there is none."""
+        if self._is_off:
+            return "failed"
+        return self._engines.get(metadata.kv_cache_manager, "not_prepared")
+
+    def give_up(self, error: Exception) -> None:
+        """Leave everything dense from now on: a host must not fall over its plug-in.
+
+        Graphs that were captured go on with the buffers of their engines, and find no lane there.
+        """
+        what = f"{type(error).__name__}: {error}"
+        _logger.error("SPIN is off, the indexer runs dense: %s", what, exc_info=True)
+        self._is_off = True
+        for engine in self._engines.values():
+            if isinstance(engine, DecodeEngine):
+                engine.lanes.clear()
+
+    def _prepare(self, metadata: Any) -> None:
         manager = metadata.kv_cache_manager
-        if not hasattr(manager, "index_head_dim"):
-            return  # a draft model's plain cache: upstream prepares no indexer either
         if manager not in self._engines:
             self._engines[manager] = self._make(metadata)
         engine = self._engines[manager]
         if isinstance(engine, str):
             self._count(metadata, engine)
             return
-        try:
-            engine.prepare(metadata)
-            cause = engine.obstacle or engine.layer_obstacle
-            self._count(metadata, cause, {} if cause else step_figures(metadata, engine))
-        except Exception as error:
-            self.give_up(metadata, error)
-
-    def engine(self, metadata: Any) -> DecodeEngine | str:
-        """The engine of a metadata's manager, or why there is none."""
-        return self._engines.get(metadata.kv_cache_manager, "not_prepared")
-
-    def give_up(self, metadata: Any, error: Exception) -> None:
-        """Leave a manager dense for good: a host must not fall over its plug-in."""
-        _logger.error(
-            "SPIN is off, the indexer runs dense: %s: %s",
-            type(error).__name__,
-            error,
-            exc_info=True,
-        )
-        self._engines[metadata.kv_cache_manager] = "failed"
+        engine.prepare(metadata)
+        cause = engine.obstacle or engine.layer_obstacle
+        self._count(metadata, cause, {} if cause else step_figures(metadata, engine))
 
     def _count(
         self, metadata: Any, cause: str | None, figures: dict[str, int] | None = None
@@ -184,14 +194,11 @@ class Call:
         shape, whole = engine.shape, self.arguments["is_generation"] is None
         self.index = shape.layers.index(self.indexer.layer_idx)
         self.start = self.metadata.num_ctx_tokens if whole else 0
-
-        manager, layer = self.metadata.kv_cache_manager, self.indexer.layer_idx
-        self.keys: Tensor = manager.get_indexer_k_cache_buffers(layer)
+        manager, query = self.metadata.kv_cache_manager, self.arguments["q_fp8"]
+        self.keys: Tensor = manager.get_indexer_k_cache_buffers(self.indexer.layer_idx)
         self.maker = find_maker(host.module, self.metadata)
-        fits = eligibility.fused_obstacle(
-            self.keys, self.arguments["q_fp8"], self.next_n, shape.rows
-        )
-        self.is_fused = engine.fused and self.start == 0 and fits is None
+        unfit = eligibility.fused_obstacle(self.keys, query, self.next_n, shape.rows)
+        self.is_fused = engine.fused and self.start == 0 and unfit is None
 
     def obstacle(self) -> str | None:
         """Why this layer runs dense; None if SPIN runs, whose step the first layer opens."""
@@ -281,19 +288,19 @@ def _open_call(host: Host, bound: inspect.BoundArguments) -> Call | None:
     indexer, metadata = bound.arguments["self"], bound.arguments["metadata"]
     if bound.arguments["is_generation"] is False or metadata.num_generations == 0:
         return None
-    engine = host.engine(metadata)
-    if isinstance(engine, str) or engine.obstacle is not None:
-        return None
-    if indexer.layer_idx not in engine.shape.layers:
-        return None
     try:
+        engine = host.engine(metadata)
+        if isinstance(engine, str) or engine.obstacle is not None:
+            return None
+        if indexer.layer_idx not in engine.shape.layers:
+            return None
         call = Call(host, engine, bound)
         if call.obstacle() is not None:
             return None
         call.shorten()
         return call
     except Exception as error:
-        host.give_up(metadata, error)
+        host.give_up(error)
         return None
 
 

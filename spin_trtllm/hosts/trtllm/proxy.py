@@ -103,6 +103,8 @@ def shorter_context(
         "kv_lens_cuda_runtime": _after(contexts, lengths),
         "indexer_k_cache_block_offsets": _after(contexts, pages),
         "gen_indexer_kv_lens_cuda_runtime": metadata.get_indexer_kv_lens(lengths),
+        # A single row reads the plain schedule, which upstream's function skips when expanding.
+        "use_expanded_buffers_for_mtp": metadata.use_expanded_buffers_for_mtp and next_n > 1,
     }
     copies = expansion(metadata, next_n)
     if copies > 1:

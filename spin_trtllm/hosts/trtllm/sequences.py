@@ -21,12 +21,12 @@ from spin_trtllm.state import SpinState
 
 # `llm_request.py`: CUDA_GRAPH_DUMMY_REQUEST_ID is 2**64 - 1, less the draft length and, in newer
 # releases, more; guard pages take ids near it, too. Real ids count up from the batch size.
-DUMMY_IDS = 2**32
+FIRST_DUMMY = 2**64 - 2**32
 
 
 def is_dummy(request_id: int) -> bool:
     """Whether a request only pads: attention-DP's 0, or one of the ids just below 2**64."""
-    return not 0 < request_id < 2**64 - DUMMY_IDS
+    return not 0 < request_id < FIRST_DUMMY
 
 
 class SequenceLanes:
@@ -68,12 +68,12 @@ class SequenceLanes:
         if rows == self._rows and self._is_sent:
             self.is_known = self.is_real
             return True
-        real = [i for i in rows if not is_dummy(i)]
+        real = [i for i in rows if 0 < i < FIRST_DUMMY]
         if len(rows) > self.sequences or len(set(real)) != len(real):
             self.clear()
             return False
-        before = self._recent.keys() & self._rows
-        self.is_real = np.array([not is_dummy(i) for i in rows], dtype=bool)
+        before, now = self._recent.keys() & self._rows, set(real)
+        self.is_real = np.array([i in now for i in rows], dtype=bool)
         self.is_known = np.array([i in before for i in rows], dtype=bool)
         self._seat(real)
         self._send(rows)
@@ -105,7 +105,7 @@ class SequenceLanes:
     def _send(self, rows: tuple[int, ...]) -> None:
         """Copy lanes and ids; pinned memory is fresh, for the device may still read the last."""
         seats = [self._recent.get(i, NO_LANE) for i in rows]
-        entries = [seats, [as_int64(i) for i in rows]]
+        entries = [seats, rows if max(rows, default=0) < 2**63 else [as_int64(i) for i in rows]]
         fresh = torch.tensor(entries, dtype=torch.int64, pin_memory=self._table.is_cuda)
         self._table[:, : len(rows)].copy_(fresh, non_blocking=True)
         self._rows, self._is_sent = rows, True
