@@ -57,8 +57,13 @@ def site_folder(tmp_path: Path) -> Path:
     return site
 
 
-def run(site: Path, code: str, *, spin: str | None = "spin.yaml", **variables: str) -> Any:
-    """Run code in a Python that started with the stub; returns the JSON it prints, and its log."""
+def run(
+    site: Path, code: str, *, spin: str | None = "spin.yaml", bare: bool = False, **variables: str
+) -> Any:
+    """Run code in a Python that started with the stub; returns the JSON it prints, and its log.
+
+    `bare` leaves site-packages out: the finder of an editable install imports modules of its own.
+    """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TLLM_")}
     environment |= {
         "PYTHONPATH": os.pathsep.join((str(site), str(ROOT), str(STARTUP))),
@@ -69,7 +74,11 @@ def run(site: Path, code: str, *, spin: str | None = "spin.yaml", **variables: s
     script = site.parent / "script.py"
     script.write_text(f"SITE = {str(site)!r}\n{START}\n{code}")
     done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, *(["-S"] if bare else []), str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
@@ -105,8 +114,8 @@ def test_with_the_variable_the_stub_alone_is_imported(site_folder: Path) -> None
 import json, sys
 print(json.dumps([sorted(sys.modules), type(sys.meta_path[0]).__module__]))
 """
-    (control, _), _ = run(site_folder, code, spin=None)
-    (imported, finder), _ = run(site_folder, code)
+    (control, _), _ = run(site_folder, code, spin=None, bare=True)
+    (imported, finder), _ = run(site_folder, code, bare=True)
     assert set(imported) - set(control) == {"spin_trtllm_activate", "__future__"}
     assert finder == "spin_trtllm_activate"
 
