@@ -143,7 +143,8 @@ class GpuStep:
         Args:
             lanes: int64 `[S]` from `GpuState.device_lanes`, distinct but for `NO_LANE`.
             sequence_ids: int64 `[S]`, request ids.
-            positions_tokens: int64 `[S, rows]`: `p0, p0 + 1, ...`, then -1.
+            positions_tokens: int64 `[S, rows]`: `p0, p0 + 1, ...`, then -1. An entry that is only
+                -1 belongs to `NO_LANE`; with a lane it makes that sequence cold.
             page_table: int32 `[S, pages]` of the host, when `page_slots` was given.
         """
         check_tensor("lanes", lanes, (torch.int64,), ("sequences",))
