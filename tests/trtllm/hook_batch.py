@@ -20,8 +20,8 @@ from spin_trtllm.hosts.trtllm.sequences import is_dummy
 
 GRAPH_DUMMY = 2**64 - 1
 IDLE_DUMMY = 0
-HEADS = 2
 USED_DIMS = 6  # of a key; the rest is zero
+SCALES = 2048  # key scales `1 + n / SCALES` leave scores of up to 64 heads exact in fp32
 
 
 @dataclass
@@ -67,10 +67,14 @@ class HostBatch:
         top_k: int = 8,
         drafts: int = 0,
         phases: bool = False,
+        heads: int = 2,
+        scaled: bool = False,
+        device: torch.device | str = "cpu",
+        kernels: hook_standin.Kernels | None = None,
     ) -> None:
         self.rng, self.layers, self.ratio, self.drafts = random.Random(seed), layers, ratio, drafts
         self.generator = torch.Generator().manual_seed(seed)
-        self.top_k, self.phases = top_k, phases
+        self.top_k, self.phases, self.heads, self.kernels = top_k, phases, heads, kernels
         self.blocks = -(-max_seq_len // tokens_per_block)
         self.manager = hook_standin.Manager(
             layers,
@@ -79,13 +83,29 @@ class HostBatch:
             ratio=ratio,
             max_batch_size=max_batch_size,
             max_seq_len=max_seq_len,
+            device=device,
         )
-        self.indexers = [hook_standin.Indexer(n, top_k, ratio) for n in layers]
-        self.metadata = hook_standin.Metadata(self.manager, ratio=ratio, top_k=top_k, drafts=drafts)
+        self.device = self.manager.device
+        self.indexers = [hook_standin.Indexer(n, top_k, ratio, kernels) for n in layers]
+        self.metadata = self.new_metadata({})
         self.free_pages = list(range(1, self.manager.keys[layers[0]].shape[0]))
         self.requests: dict[int, Request] = {}
         self.slots = self.blocks * self.manager.page_slots
+        self.scales = torch.ones(self.slots)
+        if scaled:
+            self.scales += torch.arange(self.slots) % SCALES / SCALES
         self.fresh = max_batch_size
+
+    def new_metadata(self, buffers: dict[Any, Tensor]) -> hook_standin.Metadata:
+        """Metadata of this batch's manager; those with the same `buffers` alias by name."""
+        return hook_standin.Metadata(
+            self.manager,
+            ratio=self.ratio,
+            top_k=self.top_k,
+            drafts=self.drafts,
+            buffers=buffers,
+            kernels=self.kernels,
+        )
 
     # ---- requests ----
 
@@ -122,10 +142,16 @@ class HostBatch:
         size = self.manager.page_slots
         while len(request.pages) * size < last:
             request.pages.append(self.free_pages.pop())
-        for n, layer in enumerate(self.layers):
-            for slot in range(first, last):
-                page = request.pages[slot // size]
-                self.manager.write(layer, page, slot % size, request.keys[n, slot])
+        for page in range(first // size, -(-last // size)):
+            slots = slice(max(first, page * size), min(last, (page + 1) * size))
+            for n, layer in enumerate(self.layers):
+                self.manager.write(
+                    layer,
+                    request.pages[page],
+                    slots.start % size,
+                    request.keys[n, slots],
+                    self.scales[slots],
+                )
 
     # ---- steps ----
 
@@ -170,30 +196,42 @@ class HostBatch:
     def _forward(
         self, requests: list[Request | None], next_n: int, context_tokens: int, hidden: float
     ) -> tuple[np.ndarray, Tensor]:
-        count, scores, selected = len(requests), [], []
-        for n, indexer in enumerate(self.indexers):
-            tokens = context_tokens + count * next_n
-            query = torch.zeros(tokens, HEADS, 128)
-            query[..., :USED_DIMS] = self._draw(-2, 3, tokens, HEADS, USED_DIMS)
-            weights = self._draw(-1, 3, tokens, HEADS)
+        count = len(requests)
+        inputs = [self._inputs(context_tokens + count * next_n) for _ in self.layers]
+        moved = [(q.to(self.device), w.to(self.device)) for q, w in inputs]
+        selected = self._run(moved, context_tokens, hidden).unflatten(1, (count, next_n))
+        scores = []
+        for n, (query, weights) in enumerate(inputs):
+            own = query[context_tokens:, :, :USED_DIMS].float().unflatten(0, (count, next_n))
+            empty = torch.zeros(self.slots, USED_DIMS)
+            keys = torch.stack([empty if r is None else r.keys[n, :, :USED_DIMS] for r in requests])
+            dots = torch.einsum("srhd,snd->srhn", own, keys).relu_() * self.scales
+            mixed = weights[context_tokens:].unflatten(0, (count, next_n))
+            scores.append(torch.einsum("srh,srhn->srn", mixed, dots))
+        return torch.stack(scores).numpy(), selected.cpu()
+
+    def _inputs(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """A query e4m3 `[tokens, heads, 128]` and its weights fp32 `[tokens, heads]`."""
+        query = torch.zeros(tokens, self.heads, 128)
+        query[..., :USED_DIMS] = self._draw(-2, 3, tokens, self.heads, USED_DIMS)
+        return query.to(torch.float8_e4m3fn), self._draw(-1, 3, tokens, self.heads)
+
+    def _run(
+        self, inputs: list[tuple[Tensor, Tensor]], context_tokens: int, hidden: float
+    ) -> Tensor:
+        """What the model's forward does: int32 `[layers, generation rows, K]`."""
+        self.metadata.on_update_kv_lens()
+        selected = []
+        for indexer, (query, weights) in zip(self.indexers, inputs, strict=True):
             out = self._call(indexer, query, weights, context_tokens, hidden)
-            selected.append(out.view(count, next_n, -1).clone())
-            grid = (count, next_n, HEADS)
-            own = query[context_tokens:].view(*grid, 128)
-            keys = torch.stack(
-                [torch.zeros(self.slots, 128) if r is None else r.keys[n] for r in requests]
-            )
-            dots = torch.einsum("srhd,snd->srhn", own, keys).relu_()
-            weighted = torch.einsum("srh,srhn->srn", weights[context_tokens:].view(grid), dots)
-            scores.append(weighted)
-        return torch.stack(scores).numpy(), torch.stack(selected)
+            selected.append(out.clone())
+        return torch.stack(selected)
 
     def _call(
         self, indexer: Any, query: Tensor, weights: Tensor, context_tokens: int, hidden: float
     ) -> Tensor:
         """`sparse_attn_indexer` as V4 calls it, or phase by phase as V3.2 does."""
-        query = query.to(torch.float8_e4m3fn)
-        state = torch.full((len(query), 8), hidden)
+        state = torch.full((len(query), 8), hidden, device=self.device)
         none = torch.empty(0)
         if not self.phases:
             out = indexer.sparse_attn_indexer(self.metadata, state, query, none, none, weights)

@@ -4,6 +4,7 @@
 `trtllm_double` mirrors the whole flow; this is small enough to read beside a failing test, and it
 checks what a GPU kernel would not say: that the schedule it is given was built for the lengths it
 is given. Scores are exact in fp32 for the small integers of `HostBatch`, whatever is left out.
+Everything around the kernels runs on any device; `Kernels` is what a GPU's take the place of.
 
 Names and contracts are those of `dsa/indexer.py`, `dsa/metadata.py` and `modules/top_k.py`.
 """
@@ -67,16 +68,37 @@ class TopK(nn.Module):
         return output_indices
 
 
+class Kernels:
+    """What a decode step launches: on a CPU, exact, and checked."""
+
+    num_sms = NUM_SMS
+
+    def schedule(self, lengths: Tensor) -> Tensor:
+        """Work of the scoring kernel for lengths int32 `[G, next_n]`: int32 `[num_sms + 1, 2]`."""
+        return get_paged_mqa_logits_metadata(lengths, _DG_SCHEDULE_BLOCK_KV, self.num_sms)
+
+    def logits(self, *arguments: Any) -> Tensor:
+        """Scores fp32 `[rows, width]`; arguments are those of `paged_logits`."""
+        return paged_logits(*arguments)
+
+    def top_k(self, top_k: int, ratio: int) -> TopK:
+        """A module that selects."""
+        return TopK(top_k, compress_ratio=ratio)
+
+
 class Indexer(nn.Module):
     """`dsa/indexer.py`: what surrounds the logits and the top-k of decode rows."""
 
     _enable_heuristic_topk = False
     mtp_index_share = False
 
-    def __init__(self, layer_idx: int, top_k: int, ratio: int) -> None:
+    def __init__(
+        self, layer_idx: int, top_k: int, ratio: int, kernels: Kernels | None = None
+    ) -> None:
         super().__init__()
         self.layer_idx, self.index_topk, self.compress_ratio = layer_idx, top_k, ratio
-        self.top_k = TopK(top_k, compress_ratio=ratio)
+        self.kernels = kernels or Kernels()
+        self.top_k = self.kernels.top_k(top_k, ratio)
         self.use_cute_dsl_paged_mqa_logits = False
 
     @staticmethod
@@ -92,16 +114,14 @@ class Indexer(nn.Module):
         if metadata.use_expanded_buffers_for_mtp:  # and nothing else
             rows = count * (1 + metadata.max_draft_tokens)
             lengths = metadata.kv_lens_expanded_cuda[:rows].view(-1, 1)
-            made = get_paged_mqa_logits_metadata(lengths, _DG_SCHEDULE_BLOCK_KV, metadata.num_sms)
-            metadata.scheduler_metadata_buffer_expanded.copy_(made)
+            metadata.scheduler_metadata_buffer_expanded.copy_(metadata.kernels.schedule(lengths))
             return
         metadata.kv_lens_cuda_2d[:count] = slots.unsqueeze(1)
         for name, lengths in (
             ("scheduler_metadata_buffer", slots.view(-1, 1)),
             ("scheduler_metadata_buffer_full_next_n", metadata.kv_lens_cuda_2d[:count]),
         ):
-            made = get_paged_mqa_logits_metadata(lengths, _DG_SCHEDULE_BLOCK_KV, metadata.num_sms)
-            getattr(metadata, name).copy_(made)
+            getattr(metadata, name).copy_(metadata.kernels.schedule(lengths))
 
     def sparse_attn_indexer(
         self,
@@ -149,7 +169,7 @@ class Indexer(nn.Module):
             if next_n > 1:
                 schedule = metadata.scheduler_metadata_buffer_full_next_n
                 lengths = metadata.kv_lens_cuda_2d[:count]
-        logits = paged_logits(
+        logits = self.kernels.logits(
             query,
             metadata.kv_cache_manager.get_indexer_k_cache_buffers(self.layer_idx),
             weights[start : start + rows].view(*query.shape[:2], -1),
@@ -207,23 +227,25 @@ class Manager:
         ratio: int,
         max_batch_size: int,
         max_seq_len: int,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.pp_layers, self.index_head_dim = list(layers), 128
         self.tokens_per_block, self.max_batch_size = tokens_per_block, max_batch_size
         self.max_seq_len, self.page_slots = max_seq_len, tokens_per_block // ratio
         shape = (pages, self.page_slots, 1, 132)
-        self.keys = {n: torch.zeros(shape, dtype=torch.uint8) for n in layers}
+        self.device = torch.device(device)
+        self.keys = {n: torch.zeros(shape, dtype=torch.uint8, device=device) for n in layers}
         self.max_blocks_per_seq = -(-max_seq_len // tokens_per_block)
 
     def get_indexer_k_cache_buffers(self, layer_idx: int) -> Tensor:
         return self.keys[layer_idx]
 
-    def write(self, layer: int, page: int, place: int, key: Tensor, scale: float = 1.0) -> None:
-        """One slot into its page: all keys first, then all scales."""
-        flat = self.keys[layer][page].flatten()
-        flat[place * 128 : (place + 1) * 128] = key.to(torch.float8_e4m3fn).view(torch.uint8)
+    def write(self, layer: int, page: int, place: int, keys: Tensor, scales: Tensor) -> None:
+        """Slots `[n, 128]` and scales `[n]` into a page, from a place on: all keys come first."""
+        flat, count = self.keys[layer][page].flatten(), len(keys)
+        flat[place * 128 : (place + count) * 128] = _bytes_of(keys.to(torch.float8_e4m3fn))
         at = self.page_slots * 128 + place * 4
-        flat[at : at + 4] = torch.tensor([scale]).view(torch.uint8)
+        flat[at : at + 4 * count] = _bytes_of(scales)
 
 
 class Metadata:
@@ -237,10 +259,12 @@ class Metadata:
         top_k: int,
         drafts: int,
         buffers: dict[Any, Tensor] | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
+        self.kernels, self.device = kernels or Kernels(), manager.device
         self.kv_cache_manager, self.sparse_mla_topk = manager, top_k
         self.compress_ratios = [ratio] * (1 + max(manager.pp_layers)) if ratio == 4 else [1]
-        self._ratio, self.max_draft_tokens, self.num_sms = ratio, drafts, NUM_SMS
+        self._ratio, self.max_draft_tokens, self.num_sms = ratio, drafts, self.kernels.num_sms
         self.cuda_graph_buffers = {} if buffers is None else buffers
         self.is_cuda_graph = False
         self.skip_indexer_for_gen_reqs = self.in_mtp_draft_loop = False
@@ -252,9 +276,9 @@ class Metadata:
             "indexer_k_cache_block_offsets": (batch, manager.max_blocks_per_seq),
             "kv_lens_expanded_cuda": (batch * rows,),
             "block_table_expanded": (batch * rows, manager.max_blocks_per_seq),
-            "scheduler_metadata_buffer": (NUM_SMS + 1, 2),
-            "scheduler_metadata_buffer_full_next_n": (NUM_SMS + 1, 2),
-            "scheduler_metadata_buffer_expanded": (NUM_SMS + 1, 2),
+            "scheduler_metadata_buffer": (self.num_sms + 1, 2),
+            "scheduler_metadata_buffer_full_next_n": (self.num_sms + 1, 2),
+            "scheduler_metadata_buffer_expanded": (self.num_sms + 1, 2),
         }
         for name, shape in sizes.items():
             empty = self.get_empty(
@@ -266,8 +290,8 @@ class Metadata:
             )
             setattr(self, name, empty)
 
-    @staticmethod
     def get_empty(
+        self,
         buffers: dict[Any, Tensor],
         shape: tuple[int, ...],
         *,
@@ -277,7 +301,7 @@ class Metadata:
     ) -> Tensor:
         key = (cache_name, tuple(shape))
         if key not in buffers:
-            buffers[key] = torch.zeros(shape, dtype=dtype)
+            buffers[key] = torch.zeros(shape, dtype=dtype, device=self.device)
         return buffers[key]
 
     def get_indexer_kv_lens(self, kv_lens: Tensor) -> Tensor:
@@ -310,35 +334,42 @@ class Metadata:
         self.kv_cache_params = type("Params", (), {"num_cached_tokens_per_seq": cached})
         self.kv_lens_cuda[: self.num_seqs] = torch.tensor(lengths, dtype=torch.int32)
         self.kv_lens_cuda_runtime = self.kv_lens_cuda[: self.num_seqs]
-        self.indexer_k_cache_block_offsets.fill_(0)
+        pages = torch.zeros(self.indexer_k_cache_block_offsets.shape, dtype=torch.int32)
         for row, table in enumerate(tables):
-            self.indexer_k_cache_block_offsets[row, : len(table)] = torch.tensor(table)
-        self.expand(next_n)
+            pages[row, : len(table)] = torch.as_tensor(table)
+        self.indexer_k_cache_block_offsets.copy_(pages)
+        self._expand(next_n)
         Indexer.prepare(metadata=self)
-        self.finish_schedule(next_n)
 
-    def expand(self, next_n: int) -> None:
-        """What `prepare_for_spec_decode` does for split draft rows."""
-        copies = next_n if self.use_expanded_buffers_for_mtp else self.dsl_expand_factor
+    def on_update_kv_lens(self) -> None:
+        """Schedules and row lengths from the device's lengths alone; graphs capture this."""
+        if not self.num_generations:
+            return
         part = slice(self.num_contexts, self.num_seqs)
-        slots = (self.kv_lens_cuda[part] // self._ratio).repeat_interleave(copies)
+        slots = self.get_indexer_kv_lens(self.kv_lens_cuda[part])
+        if self._copies > 1:
+            wide = slots.repeat_interleave(self._copies)
+            self.kv_lens_expanded_cuda[: len(wide)] = wide
+        Indexer.prepare_scheduler_metadata(self)
+        if self.use_expanded_buffers_for_mtp:
+            self.kv_lens_cuda_2d[: len(slots)] = slots.unsqueeze(1)
+            self.scheduler_metadata_buffer.copy_(self.kernels.schedule(slots.view(-1, 1)))
+        if self.dsl_expand_factor > 1:
+            lengths = self.kv_lens_expanded_cuda[: len(wide)].view(-1, 1)
+            self.scheduler_metadata_buffer_expanded.copy_(self.kernels.schedule(lengths))
+
+    def _expand(self, next_n: int) -> None:
+        """What `prepare_for_spec_decode` does for split draft rows."""
+        self._copies = next_n if self.use_expanded_buffers_for_mtp else self.dsl_expand_factor
+        part = slice(self.num_contexts, self.num_seqs)
+        slots = (self.kv_lens_cuda[part] // self._ratio).repeat_interleave(self._copies)
         self.kv_lens_expanded_cuda[: len(slots)] = slots
-        table = self.indexer_k_cache_block_offsets[part].repeat_interleave(copies, dim=0)
+        table = self.indexer_k_cache_block_offsets[part].repeat_interleave(self._copies, dim=0)
         self.block_table_expanded[: len(table)] = table
 
-    def finish_schedule(self, next_n: int) -> None:
-        """What `on_update_kv_lens` adds: the plain schedule, and that of the CuTe DSL's split."""
-        if self.use_expanded_buffers_for_mtp and self.num_generations:
-            slots = self.gen_indexer_kv_lens_cuda_runtime
-            self.kv_lens_cuda_2d[: len(slots)] = slots.unsqueeze(1)
-            lengths = slots.view(-1, 1)
-            made = get_paged_mqa_logits_metadata(lengths, _DG_SCHEDULE_BLOCK_KV, self.num_sms)
-            self.scheduler_metadata_buffer.copy_(made)
-        if self.dsl_expand_factor > 1:
-            rows = self.num_generations * self.dsl_expand_factor
-            lengths = self.kv_lens_expanded_cuda[:rows].view(-1, 1)
-            made = get_paged_mqa_logits_metadata(lengths, _DG_SCHEDULE_BLOCK_KV, self.num_sms)
-            self.scheduler_metadata_buffer_expanded.copy_(made)
+
+def _bytes_of(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8).flatten()
 
 
 def module() -> ModuleType:

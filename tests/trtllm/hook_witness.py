@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from hook_batch import Step, model_ids
 from sequence_model import SequenceModel
 
@@ -24,7 +25,10 @@ def engine_behind(indexer: type, metadata: Any) -> DecodeEngine:
 
 
 class Witness:
-    """What every step must have kept, selected and remembered."""
+    """What every step must have kept, selected and remembered.
+
+    With `lower_first` False, equal scores at the end of a top-k may go either way.
+    """
 
     def __init__(
         self,
@@ -34,10 +38,12 @@ class Witness:
         slots: int,
         capacity: int,
         config: dict[str, Any],
+        *,
+        lower_first: bool = True,
     ) -> None:
         oracle = {k: v for k, v in config.items() if k != "target_sparsity"}
         oracle |= {"sparsity": config["target_sparsity"], "exploration_policy": "random"}
-        self.layers = tuple(layers)
+        self.layers, self.lower_first = tuple(layers), lower_first
         self.model = SequenceModel(
             layers, capacity=capacity, slots=slots, ratio=ratio, top_k=top_k, **oracle
         )
@@ -63,8 +69,11 @@ class Witness:
                     int(view.visible_slots[s]), engine.config.block_size
                 )
                 for row in range(step.next_n):
-                    got = step.selected[index, s, row].tolist()
-                    assert sorted(got) == sorted(record.topk[row])
+                    got = sorted(step.selected[index, s, row].tolist())
+                    want = sorted(record.topk[row])
+                    if not self.lower_first:
+                        got, want = (_values(step.scores[index, s, row], x) for x in (got, want))
+                    assert got == want
         self._check_state(engine)
         self.model.defer(self.layers, entries)
 
@@ -81,3 +90,9 @@ class Witness:
             assert int(state.next_tokens[where]) == track.next_tokens
             assert state.v[where].tolist() == [float(x) for x in track.oracle.v[0]]
             assert state.d[where].tolist() == [float(x) for x in track.oracle.d[0]]
+
+
+def _values(scores: np.ndarray, slots: list[int]) -> list[float | None]:
+    """The scores of distinct slots, sorted: what equal scores may not change."""
+    assert len({n for n in slots if n >= 0}) == sum(n >= 0 for n in slots)
+    return [None for n in slots if n < 0] + sorted(float(scores[n]) for n in slots if n >= 0)
