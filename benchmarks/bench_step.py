@@ -11,6 +11,9 @@ SPIN's. Between replays the sequences move on by a token and the queries drift, 
 - `compact_scores`: only DeepGEMM's scoring, of the page table that SPIN compacted.
 - `torch_topk`: DeepGEMM's scoring and torch.topk.
 
+`bytes_layer` is what a SPIN step has to move in a layer, `roof_fraction` the share of the memory's
+rate that this needs in the measured time; likewise for `dense`.
+
 DeepGEMM takes two rows at most on this generation; more rows become sequences of their own.
 FlashInfer compiles its top-k at first use; FLASHINFER_TOPK may name a built `topk.so` of it.
 """
@@ -18,6 +21,7 @@ FlashInfer compiles its top-k at first use; FLASHINFER_TOPK may name a built `to
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.metadata
 import json
 import os
@@ -35,6 +39,7 @@ from spin_trtllm.gpu_step import GpuState, GpuStep
 
 LAYERS, HEADS, KEY_DIM, PAGE, RATIO, TOP_K = 21, 64, 128, 64, 4, 512
 SPARSITY = 0.4
+ROOF_BYTES_PER_S = 4.8e12  # HBM3e of an H200, data sheet
 CELLS = [
     (1, 32_768, 1),
     (1, 131_072, 1),
@@ -274,9 +279,24 @@ def measure(batch: int, slots: int, rows: int, replays: int, radix: Any) -> dict
         row[name] = microseconds(cell, run, replays)[0]
     row["ratio_dense"] = row["dense_us"] / spin
     row["ratio_peers"] = row["peers_us"] / spin if "peers_us" in row else None
+    for name, moved in (("spin", spin_bytes(row)), ("dense", dense_bytes(row))):
+        row[f"{name}_bytes_layer"] = moved
+        row[f"{name}_roof_fraction"] = moved / (row[f"{name}_us"] * 1e-6) / ROOF_BYTES_PER_S
     row["state_bytes_slot"] = cell.state.state_bytes / (LAYERS * (batch + 1) * slots)
     row["step_buffer_bytes"] = cell.step.buffer_bytes
     return row
+
+
+def spin_bytes(row: dict[str, Any]) -> int:
+    """Keys of the kept slots; V and D read, and written back; scores written, and read twice."""
+    slots, rows = row["batch"] * row["slots"], row["rows"]
+    kept = slots * row["kept"]
+    return int(kept * (native.KEY_BYTES + 3 * 4 * rows) + slots * 2 * 2 * 2)
+
+
+def dense_bytes(row: dict[str, Any]) -> int:
+    """All keys; scores written, and read once."""
+    return int(row["batch"] * row["slots"] * (native.KEY_BYTES + 2 * 4 * row["rows"]))
 
 
 def version(package: str) -> str | None:
@@ -306,6 +326,8 @@ def main() -> None:
         torch.cuda.empty_cache()
     report = {
         "gpu": torch.cuda.get_device_name(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "roof_bytes_per_s": ROOF_BYTES_PER_S,
         "layers": LAYERS,
         "top_k": TOP_K,
         "versions": {

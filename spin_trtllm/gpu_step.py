@@ -9,13 +9,12 @@ at small lengths and replayed at any length up to the capacity:
     step.begin(lanes, sequence_ids, positions)       # all layers: observe, predict, select
     for layer in range(step.layers):
         view = step.layer(layer)
-        ...                                          # score view.block_list into view.scores
+        ...                                          # score view.block_list, view.put_scores
         slots = step.top_k(layer)                    # int32 [S, R, K], -1 pads
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,47 +24,8 @@ from spin_trtllm import native
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import refuse
 from spin_trtllm.geometry import count_blocks
+from spin_trtllm.gpu_state import NO_LANE, GpuState, GrowingState
 from spin_trtllm.ops.checks import check_tensor, row_stride
-from spin_trtllm.state import SpinState
-
-NO_LANE = -1  # a padding row, or a sequence that found no free lane: dense, and remembers nothing
-
-
-class GpuState(SpinState):
-    """`SpinState` with rows padded for vector access, and a note of where each lane last was.
-
-    Attributes:
-        lane_entry: int32 `[layers, sequences + 1]`, entry of the last step that holds the lane's
-            scores until they are observed; -1 for none.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[int],
-        *,
-        sequences: int,
-        slots: int,
-        dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str = "cuda",
-    ) -> None:
-        super().__init__(layers, sequences=sequences, slots=slots, dtype=dtype, device=device)
-        self.v = _padded_zeros(self.v.shape, dtype, device)
-        self.d = _padded_zeros(self.d.shape, dtype, device)
-        self.lane_entry = torch.full(self.warm.shape, -1, dtype=torch.int32, device=device)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of every tensor held, padding included."""
-        held = [self.v, self.d, self.warm, self.next_tokens, self.lane_entry]
-        return sum(t.untyped_storage().nbytes() for t in held)
-
-    def device_lanes(self, sequence_ids: Iterable[int | None]) -> list[int]:
-        """`lanes`, with `NO_LANE` for padding rows and sequences that found no free lane."""
-        return [NO_LANE if n == self.scratch else n for n in self.lanes(sequence_ids)]
-
-    def _clear(self, lane: int) -> None:
-        super()._clear(lane)
-        self.lane_entry[:, lane] = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +37,10 @@ class LayerView:
         row_slots: int32 `[S, R]`, columns of `scores` that each row sees; kept_slots: the last
             row's; visible_slots: int32 `[S]`, what the last row sees of the whole sequence.
         pages: int32 `[S, pages]`, the compacted page table, where one is asked for.
-        scores: fp32 `[S, R, stride]`, for the scorer to fill: column `c` is slot
-            `block_list[c // b] * b + c % b`.
+        scores: fp32 `[places, R, stride]` of all layers and lanes: column `c` is slot
+            `block_list[c // b] * b + c % b`. They wait there until each sequence's next step.
+        places: int64 `[S]`, where each sequence's scores belong. Sequences without a lane share
+            theirs with other layers: score and choose one layer before the next.
     """
 
     block_list: Tensor
@@ -88,6 +50,16 @@ class LayerView:
     visible_slots: Tensor
     pages: Tensor | None
     scores: Tensor
+    places: Tensor
+
+    def put_scores(self, scores: Tensor) -> None:
+        """Take the scores of a scorer of one's own, fp32 `[S, up to R, up to stride]`."""
+        part = self.scores[:, : scores.shape[1], : scores.shape[2]]
+        part.index_copy_(0, self.places, scores)
+
+    def get_scores(self) -> Tensor:
+        """A copy of the scores, fp32 `[S, R, stride]`; what was not scored may hold anything."""
+        return self.scores[self.places]
 
 
 class GpuStep:
@@ -144,7 +116,7 @@ class GpuStep:
             lanes: int64 `[S]` from `GpuState.device_lanes`, distinct but for `NO_LANE`.
             sequence_ids: int64 `[S]`, request ids.
             positions_tokens: int64 `[S, rows]`: `p0, p0 + 1, ...`, then -1. An entry that is only
-                -1 belongs to `NO_LANE`; with a lane it makes that sequence cold.
+                -1 takes no step.
             page_table: int32 `[S, pages]` of the host, when `page_slots` was given.
         """
         check_tensor("lanes", lanes, (torch.int64,), ("sequences",))
@@ -165,7 +137,6 @@ class GpuStep:
     def layer(self, index: int) -> LayerView:
         """Views for layer `index` (0-based among the indexer layers) of the current step."""
         here = self._entries(index)
-        rows = slice(here.start * self.rows, here.stop * self.rows)
         return LayerView(
             block_list=self.block_list[here],
             block_count=self.block_count[here],
@@ -173,8 +144,13 @@ class GpuStep:
             kept_slots=self.kept_slots[here],
             visible_slots=self.visible_slots[here],
             pages=None if self.pages is None else self.pages[here],
-            scores=self.scores[rows].unflatten(0, (self._live, self.rows)),
+            scores=self.scores,
+            places=self.places[here],
         )
+
+    def disown(self, index: int) -> None:
+        """Keep what waits of layer `index` out of the averages: its next steps are cold."""
+        self.state.lane_waits[index] = 0
 
     def top_k(self, index: int) -> Tensor:
         """Slots that attention reads in layer `index`: int32 `[S, rows, K]`, ascending, -1 pads."""
@@ -183,11 +159,12 @@ class GpuStep:
             native.call(
                 "topk_slots",
                 native.stream_of(out),
-                scores=view.scores,
+                scores=self.scores,
+                places=view.places,
                 block_list=view.block_list,
                 row_slots=view.row_slots,
                 slots_out=out,
-                score_stride=self.scores.stride(0),
+                score_stride=self.scores.stride(1),
                 entries=self._live,
                 rows=self.rows,
                 blocks=self.blocks,
@@ -223,12 +200,13 @@ class GpuStep:
                 visible_slots=view.visible_slots,
                 block_list=view.block_list,
                 block_count=view.block_count,
-                scores=view.scores,
+                places=view.places,
+                scores=self.scores,
                 num_pages=pages.shape[0],
                 page_table_stride=row_stride(page_table),
                 page_table_width=page_table.shape[1],
                 block_list_stride=self.blocks,
-                score_stride=self.scores.stride(0),
+                score_stride=self.scores.stride(1),
                 blocks=self.blocks,
                 sequences=self._live,
                 rows=self.rows,
@@ -237,6 +215,42 @@ class GpuStep:
                 block_size=self.config.block_size,
                 arithmetic=native.SCORE_EXACT,
             )
+
+    def adopt(self, index: int, host_scores: Tensor, columns: Tensor) -> None:
+        """Take over what the host's own kernels scored and chose in layer `index`.
+
+        Args:
+            host_scores: fp32 `[S * r, width]` of the first `r` rows, in the order of the compacted
+                page table; kept for the next step.
+            columns: int32 `[S * r, K]`, contiguous; they become slots of the sequence, in place.
+        """
+        if not self._live:
+            return
+        rows = host_scores.shape[0] // self._live
+        check_tensor("host_scores", host_scores, (torch.float32,), (self._live * rows, "columns"))
+        check_tensor("columns", columns, (torch.int32,), (self._live * rows, "top_k"))
+        if host_scores.stride(1) != 1 or not columns.is_contiguous():
+            refuse("host_scores, columns", "strided", "rows and columns without gaps")
+        view = self.layer(index)  # pragma: no cover - needs a GPU
+        native.call(  # pragma: no cover - needs a GPU
+            "adopt_scores",
+            native.stream_of(host_scores),
+            host_scores=host_scores,
+            block_list=view.block_list,
+            row_slots=view.row_slots,
+            places=view.places,
+            scores=self.scores,
+            columns=columns,
+            host_stride=row_stride(host_scores),
+            score_stride=self.scores.stride(1),
+            host_columns=host_scores.shape[1],
+            entries=self._live,
+            host_rows=rows,
+            rows=self.rows,
+            blocks=self.blocks,
+            block_size=self.config.block_size,
+            top_k=columns.shape[1],
+        )
 
     @property
     def buffer_bytes(self) -> int:
@@ -258,14 +272,16 @@ class GpuStep:
 
         self.tiles = self.state.slots // native.TILE_SLOTS + 1
         self.tile_blocks = native.TILE_SLOTS // b
-        self.block_list, self.compact_of_block = ints(entries, blocks), ints(entries, blocks)
+        lanes = self.state.warm.numel()
+        places = lanes + self.sequences
+        self.block_list, self.compact_of_block = ints(entries, blocks), ints(places, blocks)
         self.block_count, self.kept_slots = ints(entries), ints(entries)
         self.visible_slots, self.row_slots = ints(entries), ints(entries, rows)
-        self.observed_rows, self.previous_entry = ints(entries), ints(entries)
+        self.observed_rows = ints(entries)
         self.warm = torch.zeros(entries, dtype=torch.bool, device=device)
-        self.plan_positions = torch.full((entries, rows), -1, dtype=torch.int64, device=device)
-        self.plan_lanes = torch.full((entries,), -1, dtype=torch.int64, device=device)
-        self.scores = torch.zeros(entries * rows, blocks * b, device=device)
+        self.places = torch.zeros(entries, dtype=torch.int64, device=device)
+        self.lane_positions = torch.full((lanes, rows), -1, dtype=torch.int64, device=device)
+        self.scores = torch.zeros(places, rows, blocks * b, device=device)
         self.tile_scores = torch.zeros(
             entries, rows, self.tiles, self.tile_blocks + 2, device=device
         )
@@ -283,47 +299,42 @@ class GpuStep:
     ) -> None:  # pragma: no cover - needs a GPU
         config, state = self.config, self.state
         stream = native.stream_of(lanes)
+        if not self._live:
+            return
         shared = {
-            "lanes": lanes,
             "positions": positions,
-            "lane_stride": state.sequences + 1,
             "entries": self.layers * self._live,
-            "sequences": max(self._live, 1),
+            "sequences": self._live,
             "rows": self.rows,
             "blocks": self.blocks,
             "ratio": self.ratio,
             "block_size": config.block_size,
         }
-        plan = {
-            "plan_positions": self.plan_positions,
-            "plan_lanes": self.plan_lanes,
-            "plan_entries": self.plan_lanes.shape[0],
-            "lane_entry": state.lane_entry,
+        waiting = {
+            "places": self.places,
+            "lane_positions": self.lane_positions,
+            "lane_waits": state.lane_waits,
             "lane_warm": state.warm,
             "lane_next": state.next_tokens,
+            "lanes_total": state.warm.numel(),
         }
-        averages = {
-            "v": state.v,
-            "d": state.d,
-            "slots": state.slots,
-            "v_stride": state.v.stride(1),
-            "d_stride": state.d.stride(1),
-            "state_dtype": native.STATE_DTYPES[state.v.dtype],
-        }
+        home = {"lanes": lanes, "lane_stride": state.sequences + 1, "slots": state.slots}
+        averages = state.kernel_fields()
+        dtype = native.STATE_DTYPES[state.dtype]
         native.call(
             "advance",
             stream,
             **shared,
-            **plan,
+            **waiting,
+            **home,
             **averages,
+            state_dtype=dtype,
             scores=self.scores,
             compact_of_block=self.compact_of_block,
             warm=self.warm,
             observed_rows=self.observed_rows,
-            previous_entry=self.previous_entry,
             block_scores=self.tile_scores,
-            score_stride=self.scores.stride(0),
-            lanes_total=state.warm.numel(),
+            score_stride=self.scores.stride(1),
             tiles=self.tiles,
             row0_update=int(config.update_policy == "row0"),
             decay=config.ema_decay,
@@ -336,8 +347,16 @@ class GpuStep:
         }
         if self.block_scores is not None:  # a pooling that does not split over tiles
             ranked = {"block_scores": self.block_scores}
-            pooling = native.POOLINGS[config.pooling]
-            native.call("predict_blocks", stream, **shared, **averages, **ranked, pooling=pooling)
+            native.call(
+                "predict_blocks",
+                stream,
+                **shared,
+                **home,
+                **ranked,
+                **{name: averages[name] for name in ("v", "d", "v_stride", "d_stride")},
+                state_dtype=dtype,
+                pooling=native.POOLINGS[config.pooling],
+            )
         paged = {}
         if page_table is not None and self.pages is not None:
             paged = {
@@ -352,13 +371,13 @@ class GpuStep:
             "select_blocks",
             stream,
             **shared,
-            **plan,
+            **waiting,
             **ranked,
             **paged,
             warm=self.warm,
             sequence_ids=sequence_ids,
             layers=self.layer_ids,
-            layer_entries=max(self._live, 1),
+            layer_entries=self._live,
             block_list=self.block_list,
             block_count=self.block_count,
             kept_slots=self.kept_slots,
@@ -373,12 +392,6 @@ class GpuStep:
         )
 
 
-def _padded_zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros `[layers, lanes, n]` whose rows start on 16 bytes and hold a multiple of 8 elements."""
-    width = (shape[-1] + 7) // 8 * 8
-    return torch.zeros(*shape[:-1], width, dtype=dtype, device=device)[..., : shape[-1]]
-
-
 def _check_config(config: SpinConfig, state: GpuState, ratio: int, rows: int) -> None:
     if config.top_k is None or not 1 <= config.top_k <= native.MAX_TOP_K:
         refuse("config.top_k", config.top_k, f"an integer in 1 .. {native.MAX_TOP_K}")
@@ -386,8 +399,10 @@ def _check_config(config: SpinConfig, state: GpuState, ratio: int, rows: int) ->
         refuse("reduction", config.reduction, "A1")
     if config.exploration_policy not in ("none", "random"):
         refuse("exploration_policy", config.exploration_policy, "none, random")
-    if config.storage_dtype != state.v.dtype:
-        refuse("state", str(state.v.dtype), f"a state of {config.state_dtype}")
+    if config.storage_dtype != state.dtype:
+        refuse("state", str(state.dtype), f"a state of {config.state_dtype}")
+    if config.pooling != "max" and isinstance(state, GrowingState):
+        refuse("pooling", config.pooling, "max, with a state that grows")
     if ratio < 1:
         refuse("ratio", ratio, "an integer >= 1")
     if not 1 <= rows <= native.MAX_ROWS:

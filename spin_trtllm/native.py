@@ -22,7 +22,7 @@ from spin_trtllm.errors import SpinError, refuse
 
 LIBRARY_VARIABLE = "SPIN_LIBRARY"
 LIBRARY_NAME = "libspin.so"
-VERSION = 100  # SPIN_VERSION of plugins/include/spin/common.h
+VERSION = 200  # SPIN_VERSION of plugins/include/spin/common.h
 MINIMUM_CAPABILITY = (9, 0)  # clusters and programmatic launches; later GPUs run the PTX
 
 _POINTER, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -38,20 +38,21 @@ _FIELDS: dict[str, list[tuple[str, str]]] = {
         ("p", "block_scores positions warm sequence_ids layers page_table"),
         ("p", "block_list block_count kept_slots row_slots visible_slots"),
         ("p", "compact_of_block compact_pages block_mask row_masks explored_mask"),
-        ("p", "lanes plan_positions plan_lanes lane_entry lane_warm lane_next"),
+        ("p", "places lane_positions lane_waits lane_warm lane_next"),
         ("u", "seed"),
-        ("l", "lane_stride page_table_stride compact_pages_stride"),
-        ("i", "page_table_width plan_entries entries sequences layer_entries rows blocks"),
+        ("l", "lanes_total page_table_stride compact_pages_stride"),
+        ("i", "page_table_width entries sequences layer_entries rows blocks"),
         ("i", "tile_blocks tiles ratio block_size top_k sparsity_ppm exploration_ppm"),
         ("i", "row0_mask page_slots"),
     ],
     "score_slots": [
-        ("p", "query weights pages page_table visible_slots block_list block_count scores"),
+        ("p", "query weights pages page_table visible_slots block_list block_count"),
+        ("p", "places scores"),
         ("l", "num_pages page_table_stride block_list_stride score_stride"),
         ("i", "page_table_width blocks sequences rows heads page_slots block_size arithmetic"),
     ],
     "topk_slots": [
-        ("p", "scores block_list row_slots slots_out"),
+        ("p", "scores places block_list row_slots slots_out"),
         ("l", "score_stride"),
         ("i", "entries rows blocks block_size top_k full_rows"),
     ],
@@ -61,11 +62,17 @@ _FIELDS: dict[str, list[tuple[str, str]]] = {
         ("i", "entries rows blocks ratio block_size state_dtype full_rows row0_update"),
         ("f", "decay gain"),
     ],
+    "adopt_scores": [
+        ("p", "host_scores block_list row_slots places scores columns"),
+        ("l", "host_stride score_stride"),
+        ("i", "host_columns entries host_rows rows blocks block_size top_k"),
+    ],
     "advance": [
-        ("p", "v d lanes positions plan_positions plan_lanes lane_entry lane_warm lane_next"),
-        ("p", "scores compact_of_block warm observed_rows previous_entry block_scores"),
-        ("l", "slots v_stride d_stride score_stride lane_stride lanes_total"),
-        ("i", "plan_entries entries sequences rows blocks tiles ratio block_size"),
+        ("p", "v d lanes positions lane_slots lane_positions lane_waits lane_warm lane_next"),
+        ("p", "scores compact_of_block places warm observed_rows block_scores"),
+        ("l", "slots v_stride v_layer_stride d_stride d_layer_stride tile_stride"),
+        ("l", "score_stride lane_stride lanes_total"),
+        ("i", "entries sequences rows blocks tiles ratio block_size"),
         ("i", "state_dtype row0_update"),
         ("f", "decay gain"),
     ],

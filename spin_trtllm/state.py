@@ -28,6 +28,7 @@ class SpinState:
     Attributes:
         layers: decoder-layer index of each indexer layer.
         v: `[layers, sequences + 1, slots]`; d: `[layers, sequences + 1, slots + 1]`.
+        dtype, device: of the averages.
         warm: bool `[layers, sequences + 1]`.
         next_tokens: int64 `[layers, sequences + 1]`, position at which the next step must start.
     """
@@ -53,9 +54,10 @@ class SpinState:
         self.layers = tuple(layers)
         self.sequences = sequences
         self.slots = slots
+        self.dtype = dtype
+        self.device = torch.device(device)
         lanes = (len(self.layers), sequences + 1)
-        self.v = torch.zeros(*lanes, slots, dtype=dtype, device=device)
-        self.d = torch.zeros(*lanes, slots + 1, dtype=dtype, device=device)
+        self._make_averages(lanes)
         self.warm = torch.zeros(lanes, dtype=torch.bool, device=device)
         self.next_tokens = torch.full(lanes, NOWHERE, dtype=torch.int64, device=device)
         self._lane_of: dict[int, int] = {}
@@ -66,11 +68,6 @@ class SpinState:
     def scratch(self) -> int:
         """The lane of padding and dummy rows, and of sequences that found no free lane."""
         return self.sequences
-
-    @property
-    def device(self) -> torch.device:
-        """Where the averages live."""
-        return self.v.device
 
     @property
     def state_bytes(self) -> int:
@@ -120,8 +117,7 @@ class SpinState:
         lane = self._lane_of.get(sequence_id)
         if lane is None:
             return None
-        tensors = {name: getattr(self, name)[:, lane].clone() for name in _LANE_TENSORS}
-        return tensors | {"layers": torch.tensor(self.layers)}
+        return self._read(lane) | {"layers": torch.tensor(self.layers)}
 
     def adopt(self, sequence_id: int, exported: dict[str, Tensor] | None) -> None:
         """Take over an exported sequence. Anything but a whole, fitting export leaves it cold."""
@@ -130,14 +126,23 @@ class SpinState:
         lane = self._lane(sequence_id)
         if lane == self.scratch or exported is None:
             return
-        homes = {name: getattr(self, name)[:, lane] for name in _LANE_TENSORS}
-        fits = set(exported) == {*homes, "layers"} and all(
-            exported[n].shape == home.shape and exported[n].dtype == home.dtype
-            for n, home in homes.items()
+        layers, slots = len(self.layers), self.slots
+        wanted = {
+            "v": ((layers, slots), self.dtype),
+            "d": ((layers, slots + 1), self.dtype),
+            "warm": ((layers,), torch.bool),
+            "next_tokens": ((layers,), torch.int64),
+        }
+        fits = set(exported) == {*wanted, "layers"} and all(
+            (tuple(exported[name].shape), exported[name].dtype) == shape_and_dtype
+            for name, shape_and_dtype in wanted.items()
         )
         if fits and exported["layers"].tolist() == list(self.layers):
-            for name, home in homes.items():
-                home.copy_(exported[name])
+            self._write(lane, exported)
+
+    def _make_averages(self, lanes: tuple[int, int]) -> None:
+        self.v = torch.zeros(*lanes, self.slots, dtype=self.dtype, device=self.device)
+        self.d = torch.zeros(*lanes, self.slots + 1, dtype=self.dtype, device=self.device)
 
     def _lane(self, sequence_id: int) -> int:
         if sequence_id not in self._lane_of:
@@ -150,10 +155,20 @@ class SpinState:
 
     def _clear(self, lane: int) -> None:
         self._generation[lane] += 1
-        self.v[:, lane] = 0
-        self.d[:, lane] = 0
+        self._zero_averages(lane)
         self.warm[:, lane] = False
         self.next_tokens[:, lane] = NOWHERE
+
+    def _zero_averages(self, lane: int) -> None:
+        self.v[:, lane] = 0
+        self.d[:, lane] = 0
+
+    def _read(self, lane: int) -> dict[str, Tensor]:
+        return {name: getattr(self, name)[:, lane].clone() for name in _LANE_TENSORS}
+
+    def _write(self, lane: int, tensors: dict[str, Tensor]) -> None:
+        for name in _LANE_TENSORS:
+            getattr(self, name)[:, lane] = tensors[name]
 
     def _tensors(self) -> list[Tensor]:
         return [getattr(self, name) for name in _LANE_TENSORS]

@@ -8,8 +8,8 @@ A host calls `plan`, scores the kept blocks in its own way, then `top_k` and `ob
     slots = step.top_k(plan, scores)   # what the attention reads
     step.observe(plan, scores, accepted)
 
-When the accepted drafts are not known yet, `defer` replaces `observe`: the next `plan` of that
-layer reads them off the positions.
+When the accepted drafts are not known yet, `defer` replaces `observe`: the next `plan` of each
+sequence reads them off its positions.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ class SpinStep:
         if config.exploration_policy not in self.exploration_policies:
             allowed = ", ".join(self.exploration_policies)
             refuse("exploration_policy", config.exploration_policy, allowed)
-        if config.storage_dtype != state.v.dtype:
-            refuse("state", str(state.v.dtype), f"a state of {config.state_dtype}")
+        if config.storage_dtype != state.dtype:
+            refuse("state", str(state.dtype), f"a state of {config.state_dtype}")
         check_integer("ratio", ratio, 1, 2**31 - 1)
         self.config = config
         self.state = state
         self.ratio = ratio
         self.top_k_slots = config.top_k
         self._open: dict[int, StepPlan] = {}  # last plan of each lane, until it is observed
-        self._deferred: dict[tuple[int, ...], tuple[StepPlan, Tensor]] = {}
+        self._waiting: dict[int, tuple[StepPlan, Tensor]] = {}  # what was deferred, by lane
 
     def plan(
         self,
@@ -119,7 +119,7 @@ class SpinStep:
         )
         positions = positions.repeat(len(layers), 1)
         generations = tuple(state.generation(n) for n in lanes) * len(layers)
-        self._settle(tuple(layers), flat, positions[:, 0])
+        self._settle(flat, positions[:, 0])
         warm = self._continue_or_reset(flat, positions)
         ids = [0 if i is None else as_int64(i) for i in sequence_ids]
         selection = self._select(
@@ -175,18 +175,18 @@ class SpinStep:
         self._observe_where(plan, scores, accepted, self._current(plan))
 
     def defer(self, plan: StepPlan, scores: Tensor) -> None:
-        """Keep a step until the next `plan` of the same layers shows what was accepted.
+        """Keep a copy of the scores until each sequence's next step shows what was accepted.
 
-        The scores must stay unchanged until then; one buffer a layer is enough, which is why only
-        the next plan counts. A sequence that is missing from it, or comes back at a position that
-        no accepted count explains, is cold; one that runs the same step again stays as it was
-        before it.
+        A sequence may sit out any number of plans. One that comes back at a position that no
+        accepted count explains is cold; one that runs the same step again stays as it was before
+        it.
 
         Raises:
             SpinError: scores of another shape or dtype than the plan needs.
         """
         self._check_scores(plan, scores)
-        self._deferred[plan.layers] = (plan, scores)
+        lanes = plan.lanes[plan.positions_tokens[:, 0] >= 0].tolist()
+        self._waiting.update(dict.fromkeys(lanes, (plan, scores.clone())))
 
     # ---- how the product's variant decides; replay's variants replace these ----
 
@@ -263,21 +263,20 @@ class SpinStep:
         state.warm.view(-1)[lanes] = False
         state.next_tokens.view(-1)[lanes] = NOWHERE
 
-    def _settle(self, layers: tuple[int, ...], lanes: Tensor, first_tokens: Tensor) -> None:
-        """Observe the deferred step of these layers, now that positions tell what was accepted."""
-        deferred = self._deferred.pop(layers, None)
-        if deferred is None:
-            return
-        plan, scores = deferred
-        starts = dict(zip(lanes.tolist(), first_tokens.tolist(), strict=True))
-        following = torch.tensor(
-            [starts.get(lane, NOWHERE) for lane in plan.lanes.tolist()],
-            dtype=torch.int64,
-            device=lanes.device,
-        )
-        accepted = accepted_drafts(plan.positions_tokens[:, 0], following)
-        explained = (accepted >= 0) & (accepted <= plan.drafts)
-        self._observe_where(plan, scores, accepted, explained & self._current(plan))
+    def _settle(self, lanes: Tensor, first_tokens: Tensor) -> None:
+        """Observe what waits for these lanes, now that positions tell what was accepted."""
+        pairs = zip(lanes.tolist(), first_tokens.tolist(), strict=True)
+        starts = {lane: first for lane, first in pairs if first >= 0}
+        waiting = [self._waiting.pop(lane) for lane in starts if lane in self._waiting]
+        for plan, scores in {id(plan): (plan, scores) for plan, scores in waiting}.values():
+            following = torch.tensor(
+                [starts.get(lane, NOWHERE) for lane in plan.lanes.tolist()],
+                dtype=torch.int64,
+                device=lanes.device,
+            )
+            accepted = accepted_drafts(plan.positions_tokens[:, 0], following)
+            explained = (accepted >= 0) & (accepted <= plan.drafts)
+            self._observe_where(plan, scores, accepted, explained & self._current(plan))
 
     def _observe_where(
         self, plan: StepPlan, scores: Tensor, accepted: Tensor, where: Tensor

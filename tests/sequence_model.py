@@ -152,7 +152,7 @@ class SequenceModel:
         self.ratio, self.top_k, self.slots = ratio, top_k, slots
         self.params = SMALL | params
         self.tracks: dict[tuple[int | None, int], Track] = {}
-        self.deferred: dict[tuple[int, ...], list[Entry]] = {}
+        self.deferred: dict[tuple[int | None, int], Entry] = {}
 
     @property
     def sequence_ids(self) -> set[int | None]:
@@ -191,9 +191,9 @@ class SequenceModel:
                 late += entry.track is not None
         return late
 
-    def defer(self, layers: Sequence[int], entries: list[Entry]) -> None:
-        """Learn once the next plan of these layers shows how much was accepted."""
-        self.deferred[tuple(layers)] = entries
+    def defer(self, entries: list[Entry]) -> None:
+        """Learn once the next step of each sequence shows how much was accepted."""
+        self.deferred |= {entry.key: entry for entry in entries if entry.positions}
 
     def reset(self, sequence_id: int) -> None:
         """Everything known of a sequence is void, also what is under way."""
@@ -250,9 +250,11 @@ class SequenceModel:
         track.open = None
 
     def _settle(self, layers: Sequence[int], following: dict[int | None, list[int]]) -> None:
-        for entry in self.deferred.pop(tuple(layers), []):
-            if not self._current(entry) or not following.get(entry.key[0]):
+        stepping = [(i, layer) for i, places in following.items() if places for layer in layers]
+        for key in stepping:
+            entry = self.deferred.pop(key, None)
+            if entry is None or not self._current(entry):
                 continue
-            accepted = following[entry.key[0]][0] - entry.positions[0] - 1
+            accepted = following[key[0]][0] - entry.positions[0] - 1
             if 0 <= accepted < len(entry.positions):
                 self._learn(entry, accepted)

@@ -34,7 +34,7 @@ def test_rows_of_the_state_are_aligned_and_hide_their_padding() -> None:
 
 def test_state_bytes_count_every_tensor_with_its_padding() -> None:
     lanes = 2 * 3
-    assert make_state().state_bytes == lanes * (2 * 1008 * 2 + 1 + 8 + 4)
+    assert make_state().state_bytes == lanes * (2 * 1008 * 2 + 1 + 8 + 1)
 
 
 def test_padding_and_homeless_sequences_have_no_lane() -> None:
@@ -43,23 +43,23 @@ def test_padding_and_homeless_sequences_have_no_lane() -> None:
 
 
 @pytest.mark.parametrize("event", ["reset", "release"])
-def test_a_cleared_lane_forgets_where_its_scores_are(event: str) -> None:
+def test_nothing_waits_for_a_cleared_lane(event: str) -> None:
     state = make_state()
     state.device_lanes([10, 11])
-    state.lane_entry[:] = 5
+    state.lane_waits[:] = 1
     getattr(state, event)(10)
-    assert state.lane_entry.tolist() == [[-1, 5, 5]] * 2
+    assert state.lane_waits.tolist() == [[0, 1, 1]] * 2
 
 
 def test_views_share_the_buffers_of_the_step() -> None:
     step = make_step(page_slots=32)
     step._live = 2
     view = step.layer(1)
-    assert view.scores.shape == (2, 2, 1024)
+    assert view.scores.shape == (2 * 3 + 2, 2, 1024)
     assert view.pages is not None
     assert view.pages.shape == (2, 32)
     assert view.block_list.data_ptr() == step.block_list[2:].data_ptr()
-    assert step.layer(0).scores.data_ptr() == step.scores.data_ptr()
+    assert view.places.data_ptr() == step.places[2:].data_ptr()
 
 
 def test_buffer_bytes_include_the_waiting_scores() -> None:

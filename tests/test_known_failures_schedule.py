@@ -64,7 +64,7 @@ class Schedule:
         """Random events, until that many decode steps have run."""
         layout = [LAYERS]
         for t in range(steps):
-            if t % 20 == 0:  # deferred results need the same layers in the next step
+            if t % 20 == 0:
                 layout = self.random.choice([[LAYERS], [LAYERS[::-1]], [(2,), (5,)], [(5,), (2,)]])
             self.disturb()
             self.decode(layout)
@@ -139,7 +139,7 @@ class Schedule:
             self.deliver(delivery)
         elif fate == "defer":
             self.step.defer(plan, delivery.scores)
-            self.model.defer(layers, entries)
+            self.model.defer(entries)
         elif fate == "late":
             self.on_their_way = [*self.on_their_way[-5:], delivery]
 

@@ -19,7 +19,10 @@ from spin_trtllm.errors import SpinError
 
 ROOT = Path(__file__).parents[1]
 HEADERS = ROOT / "plugins" / "include"
-STEMS = ("predict_blocks", "select_blocks", "topk_slots", "observe_scores", "advance")
+STEMS = (
+    *("predict_blocks", "select_blocks", "topk_slots", "observe_scores"),
+    *("adopt_scores", "advance"),
+)
 NULL, RANGE, ALIGNMENT, UNSUPPORTED, CUDA = 1, 2, 3, 4, 5
 WHEEL_INCLUDE = "lib/python*/site-packages/nvidia/cu*/include"  # of requirements/cuda.txt
 SOMEWHERE = 0x7F00_0000_0000  # aligned, never dereferenced: every check comes before the launch
@@ -64,10 +67,15 @@ def good(stem: str) -> dict[str, Any]:
         "slots": slots,
         "v_stride": slots,
         "d_stride": slots + 8,
+        "v_layer_stride": 4 * slots,
+        "d_layer_stride": 4 * slots + 32,
+        "tile_stride": 256,
+        "host_stride": 1000,
+        "host_columns": 900,
+        "host_rows": 1,
         "score_stride": 1024,
         "entries": 4,
         "sequences": 2,
-        "plan_entries": 8,
         "rows": 2,
         "blocks": 16,
         "ratio": 4,
@@ -164,9 +172,11 @@ def test_no_entries_is_legal_and_launches_nothing(library: ctypes.CDLL, stem: st
 OPTIONAL = {
     "select_blocks": {
         *("page_table", "compact_pages", "visible_slots", "block_mask", "row_masks"),
-        *("explored_mask", "plan_lanes"),
+        *("explored_mask", "places"),
     },
-    "topk_slots": {"block_list"},
+    "topk_slots": {"block_list", "places"},
+    "adopt_scores": {"columns"},
+    "advance": {"lane_slots"},
 }
 
 
@@ -195,8 +205,8 @@ def test_each_required_pointer_is_named(library: ctypes.CDLL, stem: str) -> None
         ("select_blocks", "page_slots", 16, UNSUPPORTED),
         ("select_blocks", "page_table_width", 21, RANGE),
         ("select_blocks", "tile_blocks", 5, RANGE),
-        ("select_blocks", "plan_entries", 3, RANGE),
-        ("select_blocks", "lanes", 0x7F00_0000_0004, ALIGNMENT),
+        ("select_blocks", "places", 0x7F00_0000_0004, ALIGNMENT),
+        ("select_blocks", "lane_waits", None, NULL),
         ("topk_slots", "top_k", 2049, RANGE),
         ("topk_slots", "top_k", 0, RANGE),
         ("topk_slots", "score_stride", 1020, ALIGNMENT),
@@ -208,7 +218,17 @@ def test_each_required_pointer_is_named(library: ctypes.CDLL, stem: str) -> None
         ("advance", "tiles", 2, RANGE),
         ("advance", "ratio", 0, RANGE),
         ("advance", "score_stride", 1016, ALIGNMENT),
-        ("advance", "plan_entries", 3, RANGE),
+        ("advance", "lane_stride", 9, RANGE),
+        ("advance", "v_layer_stride", 4, ALIGNMENT),
+        ("advance", "d_layer_stride", -8, ALIGNMENT),
+        ("advance", "tile_stride", 248, ALIGNMENT),
+        ("advance", "lane_slots", 0x7F00_0000_0004, ALIGNMENT),
+        ("topk_slots", "places", 0x7F00_0000_0004, ALIGNMENT),
+        ("adopt_scores", "host_rows", 3, RANGE),
+        ("adopt_scores", "host_columns", 1001, RANGE),
+        ("adopt_scores", "score_stride", 1020, ALIGNMENT),
+        ("adopt_scores", "places", 0x7F00_0000_0004, ALIGNMENT),
+        ("adopt_scores", "top_k", 0, RANGE),
     ],
 )
 def test_a_bad_argument_is_named(

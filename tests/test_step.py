@@ -41,7 +41,6 @@ class Fleet:
         self.step = make(replace(CONFIG, **renamed))
         self.oracles: dict[int, OracleSequence] = {}
         self.position: dict[int, int] = {}
-        self.served_last: set[int] = set()
         self.warm_entries = 0
         self.checked = 0
 
@@ -83,16 +82,12 @@ class Fleet:
             accepted.append(self.random.randrange(max(real, 1)))
         scores = self.numpy.standard_normal((len(LAYERS), len(ids), width, SLOTS))
         scores = np.where(self.numpy.random(scores.shape) < 0.3, 0.0, scores).astype(np.float32)
-        if self.defer:  # a sequence that sat out since its last step is cold
-            for sequence_id in set(self.oracles) - self.served_last:
-                self.oracles[sequence_id].reset()
         wanted = self.expect(ids, positions, scores, accepted)
         for group in self.groups:
             self.run_group(group, ids, positions, scores, accepted, wanted)
         for sequence_id, a in zip(ids, accepted, strict=True):
             if sequence_id is not None:
                 self.position[sequence_id] += a + 1
-        self.served_last = {i for i in ids if i is not None}
 
     def expect(
         self, ids: list[int | None], positions: Tensor, scores: np.ndarray, accepted: list[int]

@@ -61,11 +61,11 @@ def test_no_layers() -> None:
     assert once(step, 151).warm.all()
 
 
-def test_no_sequences_settles_what_was_deferred_as_missing() -> None:
+def test_a_plan_of_no_sequences_leaves_what_was_deferred_waiting() -> None:
     step = make()
     step.defer(once(step, 150, accepted=None), noise(1, 3, 1, SLOTS))
     step.plan(LAYERS, [], torch.zeros(0, 1, dtype=torch.int64))
-    assert not step.plan(LAYERS, [1], rows([151])).warm.any()
+    assert step.plan(LAYERS, [1], rows([151])).warm.all()
 
 
 def test_positions_up_to_capacity() -> None:

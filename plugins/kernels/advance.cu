@@ -7,38 +7,44 @@
 namespace spin {
 namespace {
 
-// What the previous step of each entry's lane came to (advance.h). A kernel of its own, because
-// every tile needs the answer and none may see the arrays half rewritten.
+// Where each entry stands, and what the step that waits under its lane came to (advance.h). A kernel
+// of its own, because every tile needs the answer.
 __global__ void resolve_entries(const SpinAdvanceParams p) {
     wait_for_inputs();
     const int64_t e = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (e >= p.entries)
         return;
-    const int64_t lane = entry_lane(p.lanes, p.lane_stride, p.sequences, e);
-    const int64_t first = p.positions[e % p.sequences * p.rows];
+    const int64_t row = e % p.sequences;
+    const int64_t* positions = p.positions + row * p.rows;
+    const int64_t first = positions[0], lane = entry_lane(p.lanes, p.lane_stride, p.sequences, e);
+    int64_t place = p.lanes_total + row;
     bool warm = false;
     int observed = 0;
-    int previous = -1;
     if (lane >= 0 && lane < p.lanes_total && first >= 0) {
-        warm = p.lane_warm[lane] != 0 && p.lane_next[lane] == first;
-        const int entry = p.lane_entry[lane];
-        // An entry that another lane has taken over since says nothing about this one.
-        if (entry >= 0 && entry < p.plan_entries && p.plan_lanes[entry] == lane) {
-            const int64_t* plan = p.plan_positions + static_cast<int64_t>(entry) * p.rows;
+        int64_t last = first;
+        for (int r = 1; r < p.rows; ++r)
+            last = max(last, positions[r]);
+        if (p.lane_slots != nullptr &&
+            query_slot(last, p.ratio) >= p.lane_slots[lane % p.lane_stride]) {
+            p.lane_waits[lane] = 0;
+            p.lane_warm[lane] = 0;
+        } else {
+            place = lane;
+            warm = p.lane_warm[lane] != 0 && p.lane_next[lane] == first;
+            const int64_t* past = p.lane_positions + lane * p.rows;
             int rows = 0;
-            while (rows < p.rows && plan[rows] >= 0)
+            while (p.lane_waits[lane] != 0 && rows < p.rows && past[rows] >= 0)
                 ++rows;
-            const int64_t accepted = first - plan[0] - 1;
+            const int64_t accepted = first - past[0] - 1;
             if (rows > 0 && accepted >= 0 && accepted < rows) {
                 warm = true;
                 observed = p.row0_update ? 1 : static_cast<int>(accepted) + 1;
-                previous = entry;
             }
         }
     }
+    p.places[e] = place;
     p.warm[e] = warm;
     p.observed_rows[e] = observed;
-    p.previous_entry[e] = previous;
 }
 
 template <typename State>
@@ -46,19 +52,23 @@ int run(const SpinAdvanceParams& p, cudaStream_t stream) {
     TileArgs<State> a = {};
     a.v = static_cast<State*>(p.v);
     a.d = static_cast<State*>(p.d);
-    a.lanes = p.lanes;
     a.positions = p.positions;
-    a.observed_positions = p.plan_positions;
+    a.observed_positions = p.lane_positions;
+    a.lane_slots = p.lane_slots;
+    a.places = p.places;
     a.scores = p.scores;
     a.compact_of_block = p.compact_of_block;
     a.warm = p.warm;
     a.observed_rows = p.observed_rows;
-    a.previous_entry = p.previous_entry;
     a.block_scores = p.block_scores;
     a.v_stride = p.v_stride;
+    a.v_layer_stride = p.v_layer_stride;
     a.d_stride = p.d_stride;
+    a.d_layer_stride = p.d_layer_stride;
+    a.tile_stride = p.tile_stride;
     a.score_stride = p.score_stride;
     a.lane_stride = p.lane_stride;
+    a.lanes_total = p.lanes_total;
     a.entries = p.entries;
     a.sequences = p.sequences;
     a.rows = p.rows;
@@ -93,16 +103,18 @@ extern "C" int spin_advance(const SpinAdvanceParams* p, cudaStream_t stream) {
     SPIN_CHECK_POINTER(p, d, 16);
     SPIN_CHECK_POINTER(p, lanes, 8);
     SPIN_CHECK_POINTER(p, positions, 8);
-    SPIN_CHECK_POINTER(p, plan_positions, 8);
-    SPIN_CHECK_POINTER(p, plan_lanes, 8);
-    SPIN_CHECK_POINTER(p, lane_entry, 4);
+    if (p->lane_slots != nullptr) {
+        SPIN_CHECK_POINTER(p, lane_slots, 8);
+    }
+    SPIN_CHECK_POINTER(p, lane_positions, 8);
+    SPIN_CHECK_POINTER(p, lane_waits, 1);
     SPIN_CHECK_POINTER(p, lane_warm, 1);
     SPIN_CHECK_POINTER(p, lane_next, 8);
     SPIN_CHECK_POINTER(p, scores, 16);
     SPIN_CHECK_POINTER(p, compact_of_block, 4);
+    SPIN_CHECK_POINTER(p, places, 8);
     SPIN_CHECK_POINTER(p, warm, 1);
     SPIN_CHECK_POINTER(p, observed_rows, 4);
-    SPIN_CHECK_POINTER(p, previous_entry, 4);
     SPIN_CHECK_POINTER(p, block_scores, 8);
     SPIN_CHECK_RANGE(p, rows, 1, kMaxRows);
     SPIN_CHECK_RANGE(p, slots, 1, kMaxSlots);
@@ -115,6 +127,13 @@ extern "C" int spin_advance(const SpinAdvanceParams* p, cudaStream_t stream) {
                "a multiple of 8, at least slots");
     SPIN_CHECK(p->d_stride % 8 == 0 && p->d_stride > p->slots, SPIN_ERROR_ALIGNMENT, "d_stride",
                "a multiple of 8, at least slots + 1");
+    SPIN_CHECK(p->v_layer_stride % 8 == 0 && p->v_layer_stride >= 0, SPIN_ERROR_ALIGNMENT,
+               "v_layer_stride", "a multiple of 8, at least 0");
+    SPIN_CHECK(p->d_layer_stride % 8 == 0 && p->d_layer_stride >= 0, SPIN_ERROR_ALIGNMENT,
+               "d_layer_stride", "a multiple of 8, at least 0");
+    SPIN_CHECK(p->tile_stride % 8 == 0 && p->tile_stride >= SPIN_ADVANCE_TILE_SLOTS,
+               SPIN_ERROR_ALIGNMENT, "tile_stride",
+               "a multiple of 8, at least SPIN_ADVANCE_TILE_SLOTS");
     SPIN_CHECK(p->blocks == (p->slots + p->block_size - 1) / p->block_size, SPIN_ERROR_RANGE,
                "blocks", "slots / block_size, rounded up");
     SPIN_CHECK(p->score_stride % 8 == 0 &&
@@ -126,7 +145,7 @@ extern "C" int spin_advance(const SpinAdvanceParams* p, cudaStream_t stream) {
     SPIN_CHECK_RANGE(p, sequences, 1, p->entries);
     SPIN_CHECK(p->entries % p->sequences == 0, SPIN_ERROR_RANGE, "sequences",
                "a divisor of entries");
-    SPIN_CHECK_RANGE(p, plan_entries, p->entries, kMaxEntries);
+    SPIN_CHECK_RANGE(p, lane_stride, 1, p->lanes_total);
     return p->state_dtype == SPIN_STATE_BF16 ? run<__nv_bfloat16>(*p, stream)
                                              : run<float>(*p, stream);
 }

@@ -18,6 +18,7 @@ int run(const SpinObserveScoresParams& p, cudaStream_t stream) {
     a.compact_of_block = p.compact_of_block;
     a.accepted = p.accepted;
     a.v_stride = p.v_stride;
+    a.tile_stride = SPIN_ADVANCE_TILE_SLOTS;
     a.d_stride = p.d_stride;
     a.score_stride = p.score_stride;
     a.entries = p.entries;

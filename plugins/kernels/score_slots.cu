@@ -63,6 +63,9 @@ int check(const SpinScoreSlotsParams* p) {
     SPIN_CHECK_POINTER(p, page_table, 4);
     SPIN_CHECK_POINTER(p, visible_slots, 4);
     SPIN_CHECK_POINTER(p, scores, 4);
+    if (p->places != nullptr) {
+        SPIN_CHECK_POINTER(p, places, 8);
+    }
     return SPIN_OK;
 }
 
@@ -101,7 +104,8 @@ ScoreArgs make_args(const SpinScoreSlotsParams& p, int64_t sequence, int64_t row
         args.block_list = p.block_list + sequence * p.block_list_stride;
         args.block_count = p.block_count + sequence;
     }
-    args.scores = p.scores + first_row * p.score_stride;
+    args.scores = p.scores + (p.places != nullptr ? row : first_row) * p.score_stride;
+    args.places = p.places != nullptr ? p.places + sequence : nullptr;
     args.num_pages = p.num_pages;
     args.page_table_stride = p.page_table_stride;
     args.block_list_stride = p.block_list_stride;

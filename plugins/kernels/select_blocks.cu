@@ -138,7 +138,8 @@ __device__ __forceinline__ void write_entry(const SpinSelectBlocksParams& p, Sha
     s.place[t] = before;
     __syncthreads();
     int32_t* list = p.block_list + e * p.blocks;
-    int32_t* compact = p.compact_of_block + e * p.blocks;
+    const int64_t home = p.places != nullptr ? p.places[e] : e;
+    int32_t* compact = p.compact_of_block + home * p.blocks;
     for (int w = warp; w * 32 < p.blocks; w += kThreads / 32) {
         const int block = w * 32 + lane;
         const uint32_t word = s.mask[w];
@@ -193,17 +194,13 @@ __device__ __forceinline__ void write_entry(const SpinSelectBlocksParams& p, Sha
             out[i] = page;
         }
     }
-    if (p.plan_lanes != nullptr) {
-        const int64_t home = entry_lane(p.lanes, p.lane_stride, p.sequences, e);
+    if (p.places != nullptr && home < p.lanes_total) {
         if (t < p.rows)
-            p.plan_positions[e * p.rows + t] = positions[t];
+            p.lane_positions[home * p.rows + t] = positions[t];
         if (t == 0) {
-            p.plan_lanes[e] = home;
-            if (home >= 0) {
-                p.lane_entry[home] = static_cast<int32_t>(e);
-                p.lane_warm[home] = warm;
-                p.lane_next[home] = warm ? positions[0] : -1;
-            }
+            p.lane_waits[home] = 1;
+            p.lane_warm[home] = warm;
+            p.lane_next[home] = warm ? positions[0] : -1;
         }
     }
 }
@@ -217,11 +214,6 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     const int t = threadIdx.x;
     const int64_t e = blockIdx.x;
     const uint32_t sequence = blockIdx.x % static_cast<uint32_t>(max(p.sequences, 1));
-    if (e >= p.entries) {  // entries that this batch does not use must not look like plans
-        if (t == 0)
-            p.plan_lanes[e] = -1;
-        return;
-    }
     uint32_t* priorities = s.keys + (p.blocks + 31) / 32 * 32;
     const int64_t* positions = p.positions + static_cast<int64_t>(sequence) * p.rows;
     const bool warm = p.warm[e] != 0;
@@ -281,8 +273,7 @@ extern "C" int spin_select_blocks(const SpinSelectBlocksParams* p, cudaStream_t 
     using namespace spin;
     SPIN_CHECK_STRUCT(p);
     SPIN_CHECK_RANGE(p, entries, 0, kMaxEntries);
-    const bool plans = p->plan_lanes != nullptr;
-    if (p->entries == 0 && !plans)
+    if (p->entries == 0)
         return SPIN_OK;
     SPIN_CHECK_POINTER(p, block_scores, 4);
     SPIN_CHECK_POINTER(p, positions, 8);
@@ -306,8 +297,8 @@ extern "C" int spin_select_blocks(const SpinSelectBlocksParams* p, cudaStream_t 
                SPIN_ERROR_RANGE, "tile_blocks", "0 or SPIN_ADVANCE_TILE_SLOTS / block_size");
     SPIN_CHECK(p->tile_blocks == 0 || static_cast<int64_t>(p->tiles) * p->tile_blocks >= p->blocks,
                SPIN_ERROR_RANGE, "tiles", "enough for blocks");
-    SPIN_CHECK(p->entries == 0 || (p->sequences >= 1 && p->entries % p->sequences == 0),
-               SPIN_ERROR_RANGE, "sequences", "a divisor of entries");
+    SPIN_CHECK(p->sequences >= 1 && p->entries % p->sequences == 0, SPIN_ERROR_RANGE, "sequences",
+               "a divisor of entries");
     SPIN_CHECK_RANGE(p, layer_entries, 1, kMaxEntries);
     if (p->page_table != nullptr) {
         SPIN_CHECK_POINTER(p, page_table, 4);
@@ -320,21 +311,16 @@ extern "C" int spin_select_blocks(const SpinSelectBlocksParams* p, cudaStream_t 
                    SPIN_ERROR_RANGE, "page_table_width", "0 .. page_table_stride");
         SPIN_CHECK_RANGE(p, compact_pages_stride, 0, kMaxSlots);
     }
-    if (plans) {
-        SPIN_CHECK_POINTER(p, lanes, 8);
-        SPIN_CHECK_POINTER(p, plan_positions, 8);
-        SPIN_CHECK_POINTER(p, plan_lanes, 8);
-        SPIN_CHECK_POINTER(p, lane_entry, 4);
+    if (p->places != nullptr) {
+        SPIN_CHECK_POINTER(p, places, 8);
+        SPIN_CHECK_POINTER(p, lane_positions, 8);
+        SPIN_CHECK_POINTER(p, lane_waits, 1);
         SPIN_CHECK_POINTER(p, lane_warm, 1);
         SPIN_CHECK_POINTER(p, lane_next, 8);
-        SPIN_CHECK_RANGE(p, plan_entries, p->entries, kMaxEntries);
     }
-    const int grid = plans ? p->plan_entries : p->entries;
-    if (grid == 0)
-        return SPIN_OK;
     const size_t padded = static_cast<size_t>(p->blocks + 31) / 32 * 32;
     const size_t keys = 2 * padded * sizeof(uint32_t);
-    const dim3 blocks(static_cast<unsigned>(grid));
+    const dim3 blocks(static_cast<unsigned>(p->entries));
     if (p->blocks <= kFewThreads * 32)
         return launch(select_entries<kFewThreads>, blocks, kFewThreads,
                       sizeof(Shared<kFewThreads>) + keys, 1, stream, *p);

@@ -18,17 +18,19 @@ template <typename State>
 struct TileArgs {
     State* v;
     State* d;
-    const int64_t* lanes;
+    const int64_t* lanes;               // observe_scores only
+    const int64_t* lane_slots;
+    const int64_t* places;              // advance only: where lanes, rows to observe and scores are
     const int64_t* positions;           // this step: [sequences, rows]
     const int64_t* observed_positions;  // of the rows to observe: [.., rows]
     const float* scores;
     const int32_t* compact_of_block;
     const uint8_t* warm;
     const int32_t* observed_rows;
-    const int32_t* previous_entry;
     const int64_t* accepted;  // observe_scores only
     float* block_scores;
-    int64_t slots, v_stride, d_stride, score_stride, lane_stride;
+    int64_t slots, v_stride, v_layer_stride, d_stride, d_layer_stride, tile_stride, score_stride;
+    int64_t lane_stride, lanes_total;
     int32_t entries, sequences, rows, blocks, tiles, ratio, block_size, block_shift;
     int32_t full_rows, row0_update;
     float decay, gain;

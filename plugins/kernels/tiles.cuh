@@ -32,27 +32,44 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
     const int rows = kRows ? kRows : a.rows;
     const uint32_t e = blockIdx.x;
     const uint32_t s = e % static_cast<uint32_t>(a.sequences);
-    const int64_t home = entry_lane(a.lanes, a.lane_stride, a.sequences, e);
-    if (home < 0) {
+    const int64_t home = kAdvance ? a.places[e] : a.lanes[e];
+    if (home < 0 || (kAdvance && home >= a.lanes_total)) {
         return;
     }
-    State* v_row = a.v + home * a.v_stride;
-    State* d_row = a.d + home * a.d_stride;
+    // Groups of eight that the capacity needs; the last one of each may be padded.
+    const int v_groups = static_cast<int>((a.slots + kGroup - 1) / kGroup);
+    const int d_chunks = static_cast<int>(a.slots / kGroup + 1);
+    State* v_row = a.v;
+    State* d_row = a.d;
+    int lane_groups = d_chunks;  // those that have memory
+    if constexpr (kAdvance) {
+        const uint32_t each = static_cast<uint32_t>(a.lane_stride);
+        const uint32_t layer = static_cast<uint32_t>(home) / each;
+        const uint32_t own = static_cast<uint32_t>(home) % each;
+        v_row += own * a.v_stride + layer * a.v_layer_stride;
+        d_row += own * a.d_stride + layer * a.d_layer_stride;
+        if (a.lane_slots != nullptr) {
+            lane_groups = static_cast<int>(min(a.lane_slots[own] / kGroup, int64_t{d_chunks}));
+        }
+    } else {
+        v_row += home * a.v_stride;
+        d_row += home * a.d_stride;
+    }
     if (kAdvance && !a.warm[e]) {
         // Cold: nothing of an earlier life may be left, whatever this one's length.
         Chunk<State> zero;
         zero.clear();
-        const int64_t step = static_cast<int64_t>(gridDim.y) * kTileThreads * kGroup;
-        const int64_t first = (static_cast<int64_t>(blockIdx.y) * kTileThreads + t) * kGroup;
-        for (int64_t i = first; i < a.v_stride; i += step) {
-            zero.store(v_row + i);
-        }
-        for (int64_t i = first; i < a.d_stride; i += step) {
-            zero.store(d_row + i);
+        const int step = static_cast<int>(gridDim.y) * kTileThreads;
+        for (int g = static_cast<int>(blockIdx.y) * kTileThreads + t; g < lane_groups; g += step) {
+            const int64_t at = g / kTileGroups * a.tile_stride + g % kTileGroups * kGroup;
+            if (g < v_groups) {
+                zero.store(v_row + at);
+            }
+            zero.store(d_row + at);
         }
         return;
     }
-    const int64_t source = kAdvance ? a.previous_entry[e] : e;
+    const int64_t source = kAdvance ? home : e;
     int learned = 0;
     if (kAdvance) {
         learned = a.observed_rows[e];
@@ -93,8 +110,6 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
     float* buffer = buffers[kRows == 1 ? 0 : warp];
     const int32_t* compact = learned ? a.compact_of_block + source * a.blocks : nullptr;
     const float* scores = a.scores + source * rows * a.score_stride;
-    const int v_groups = static_cast<int>(a.v_stride / kGroup);
-    const int d_chunks = static_cast<int>(a.d_stride / kGroup);
     const int last_tile = min(last_query / SPIN_ADVANCE_TILE_SLOTS, a.tiles - 1);
     const int width = SPIN_ADVANCE_TILE_SLOTS / a.block_size + 2;
     // Neighbouring tiles go to one warp: it finds the scores below a tile where it left them.
@@ -117,7 +132,12 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
         load_gains(a, scores, group_place(compact, a.block_shift, below, only_visible), below,
                    only_visible, carry);
     }
-    for (int tile = first_tile; tile < end_tile; ++tile, out += width) {
+    // Going up in V is going down in D, by whole tiles in both.
+    const int first_chunk = (last_query >> 3) - (first_tile * kTileGroups + lane);
+    v_row += first_tile * a.tile_stride + lane * kGroup;
+    d_row += (first_chunk >> 5) * a.tile_stride + (first_chunk & 31) * kGroup;
+    for (int tile = first_tile; tile < end_tile;
+         ++tile, out += width, v_row += a.tile_stride, d_row -= a.tile_stride) {
         const int group = tile * kTileGroups + lane, slot = group * kGroup;
         const int chunk = (last_query >> 3) - group;
         const bool in_d = static_cast<uint32_t>(chunk) < static_cast<uint32_t>(d_chunks);
@@ -126,10 +146,10 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
         v.clear();
         d.clear();
         if (in_v) {
-            v.load(v_row + slot);
+            v.load(v_row);
         }
         if (in_d) {
-            d.load(d_row + chunk * kGroup);
+            d.load(d_row);
         }
         const int first_place = ahead;
         if (tile + 1 < end_tile) {
@@ -137,8 +157,12 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
                 group_place(compact, a.block_shift, slot + SPIN_ADVANCE_TILE_SLOTS, only_visible);
         }
         if (kRows == 1 && tile + 1 < end_tile) {  // the next tile's lines set out already
-            prefetch(v_row + min(slot + SPIN_ADVANCE_TILE_SLOTS, (v_groups - 1) * kGroup));
-            prefetch(d_row + max(chunk - kTileGroups, 0) * kGroup);
+            if (group + kTileGroups < v_groups) {
+                prefetch(v_row + a.tile_stride);
+            }
+            if (chunk >= kTileGroups) {
+                prefetch(d_row - a.tile_stride);
+            }
         }
         bool v_moved = false, d_moved = false;  // unchanged averages are not written back
         for (int r = 0; r < (kRows ? min(learned, kRows) : learned); ++r) {
@@ -185,10 +209,10 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
             __syncwarp();  // the next row or tile reuses the buffer
         }
         if (in_v && v_moved) {
-            v.store(v_row + slot);
+            v.store(v_row);
         }
         if (in_d && d_moved) {
-            d.store(d_row + chunk * kGroup);
+            d.store(d_row);
         }
         if constexpr (kAdvance) {
             for (int r = 0; r < (kRows ? min(predicted, kRows) : predicted); ++r) {

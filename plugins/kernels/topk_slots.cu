@@ -37,10 +37,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks) choose_rows(const TopkArgs 
     const int64_t r = blockIdx.x / static_cast<unsigned>(blocks);
     wait_for_inputs();
     Row row;
-    row.scores = a.p.scores + r * a.p.score_stride;
+    const uint32_t entry = static_cast<uint32_t>(r) / static_cast<uint32_t>(a.p.rows);
+    int64_t stored = r;
+    if (a.p.places != nullptr) {
+        stored += (a.p.places[entry] - entry) * a.p.rows;
+    }
+    row.scores = a.p.scores + stored * a.p.score_stride;
     row.list = nullptr;
     if (a.p.block_list != nullptr) {
-        const uint32_t entry = static_cast<uint32_t>(r) / static_cast<uint32_t>(a.p.rows);
         row.list = a.p.block_list + static_cast<int64_t>(entry) * a.p.blocks;
     }
     row.block_shift = a.block_shift;
@@ -168,6 +172,9 @@ extern "C" int spin_topk_slots(const SpinTopkSlotsParams* p, cudaStream_t stream
         return SPIN_OK;
     }
     SPIN_CHECK_POINTER(p, scores, 16);
+    if (p->places != nullptr) {
+        SPIN_CHECK_POINTER(p, places, 8);
+    }
     SPIN_CHECK_POINTER(p, row_slots, 4);
     SPIN_CHECK_POINTER(p, slots_out, 4);
     SPIN_CHECK_RANGE(p, rows, 1, kMaxRows);

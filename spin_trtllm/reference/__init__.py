@@ -6,6 +6,7 @@ Names and signatures equal `spin_trtllm.ops`, which checks its arguments; these 
 `B = ceil(N / block_size)` blocks of capacity.
 """
 
+from spin_trtllm.reference.adopt_scores import adopt_scores
 from spin_trtllm.reference.observe_scores import observe_scores
 from spin_trtllm.reference.predict_blocks import predict_blocks
 from spin_trtllm.reference.score_slots import score_slots
@@ -14,6 +15,7 @@ from spin_trtllm.reference.topk_slots import topk_slots
 
 __all__ = [
     "Selection",
+    "adopt_scores",
     "observe_scores",
     "predict_blocks",
     "score_slots",

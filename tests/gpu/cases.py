@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spin_trtllm.gpu_step import LayerView
+
 FAMILIES = (
     "gaussian",
     "relu",
@@ -104,3 +106,10 @@ def compact_scores(full: Tensor, block_list: Tensor, block_size: int, out: Tenso
     inside = (block >= 0) & (slot < slots)
     index = slot.clamp(0, slots - 1).unsqueeze(1).expand(-1, full.shape[1], -1)
     out.copy_(torch.where(inside.unsqueeze(1), full.gather(2, index), out))
+
+
+def put_scores(view: LayerView, scores: Tensor, block_size: int, poison: float) -> None:
+    """Score a layer: kept blocks from `scores` `[S, R, N]`, everything else poisoned."""
+    compact = torch.full_like(view.get_scores(), poison)
+    compact_scores(scores, view.block_list, block_size, compact)
+    view.put_scores(compact)

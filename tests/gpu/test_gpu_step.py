@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import compact_scores, first_difference, same_bits, scores_of
+from cases import first_difference, put_scores, same_bits, scores_of
 
 from spin_trtllm.config import SpinConfig
-from spin_trtllm.gpu_step import GpuState, GpuStep
+from spin_trtllm.gpu_state import GpuState, GrowingState
+from spin_trtllm.gpu_step import GpuStep
 from spin_trtllm.state import SpinState
 from spin_trtllm.step import SpinStep, StepPlan
 
@@ -75,10 +76,10 @@ class Batch:
             if first > self.limit:
                 first = self.limit // 2  # runs out of room: jump back
             count = self.rng.randint(1, self.rows)
-            if i is not None or self.rng.random() < 0.5:
+            if self.rng.random() < (0.5 if i is None else 0.95):  # else it takes no step
                 positions[s, :count] = first + torch.arange(count)
-            if i is not None:
-                self.next[i] = first + self.rng.randint(1, count)
+                if i is not None:
+                    self.next[i] = first + self.rng.randint(1, count)
         return ids, positions
 
 
@@ -114,20 +115,26 @@ def visible_of(positions: torch.Tensor, ratio: int) -> int:
 
 
 def same_state(gpu: GpuState, want: SpinState) -> None:
-    for name in ("v", "d"):
-        a, b = getattr(gpu, name)[:, :-1], getattr(want, name)[:, :-1]
-        assert same_bits(a, b), f"{name}: {first_difference(a, b)}"
+    for sequence_id, lane in want._lane_of.items():
+        exported = gpu.export(sequence_id)
+        assert exported is not None
+        for name in ("v", "d"):
+            a, b = exported[name], getattr(want, name)[:, lane]
+            assert same_bits(a, b), f"{name}: {first_difference(a, b)}"
     assert torch.equal(gpu.warm.cpu()[:, :-1], want.warm[:, :-1])
     assert torch.equal(gpu.next_tokens.cpu()[:, :-1], want.next_tokens[:, :-1])
 
 
 @pytest.mark.parametrize("case", CASES, ids=[c[0] for c in CASES])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_whole_lives_equal_the_reference(case: tuple, seed: int) -> None:
+@pytest.mark.parametrize("kind", [GpuState, GrowingState])
+def test_whole_lives_equal_the_reference(case: tuple, seed: int, kind: type[GpuState]) -> None:
     _, config, ratio, rows, slots, page_slots = case
+    if kind is GrowingState and (config.pooling != "max" or seed):
+        pytest.skip("covered by the other cases")
     generator = torch.Generator().manual_seed(seed)
     want_state = SpinState(LAYERS, sequences=5, slots=slots, dtype=config.storage_dtype)
-    state = GpuState(LAYERS, sequences=5, slots=slots, dtype=config.storage_dtype)
+    state = kind(LAYERS, sequences=5, slots=slots, dtype=config.storage_dtype)
     want = SpinStep(config, want_state, ratio=ratio)
     step = GpuStep(config, state, ratio=ratio, sequences=9, rows=rows, page_slots=page_slots)
     batch = Batch(seed, rows, slots, ratio)
@@ -140,6 +147,13 @@ def test_whole_lives_equal_the_reference(case: tuple, seed: int) -> None:
         lanes = torch.tensor(state.device_lanes(ids), dtype=torch.int64).cuda()
         numbers = torch.tensor([i or 0 for i in ids], dtype=torch.int64).cuda()
         table = torch.arange(live * 200, dtype=torch.int32).view(live, 200) + 5
+        if isinstance(state, GrowingState):
+            for i, row in zip(ids, positions, strict=True):
+                assert (
+                    i is None
+                    or i not in state._lane_of
+                    or state.grow(i, visible_of(row, ratio) + 1)
+                )
         step.begin(lanes, numbers, positions.cuda(), table.cuda() if page_slots else None)
         same_plan(step, plan, positions, table)
         same_state(state, want_state)
@@ -150,8 +164,8 @@ def test_whole_lives_equal_the_reference(case: tuple, seed: int) -> None:
         for layer in range(len(LAYERS)):
             part = slice(layer * live, (layer + 1) * live)
             view = step.layer(layer)
-            view.scores.fill_((float("nan"), float("inf"), -1.0)[t % 3])  # poison what is unscored
-            compact_scores(scores[part].cuda(), view.block_list, config.block_size, view.scores)
+            poison = (float("nan"), float("inf"), -1.0)[t % 3]
+            put_scores(view, scores[part].cuda(), config.block_size, poison)
             got = step.top_k(layer).cpu().sort(-1).values
             assert torch.equal(got, best[part].sort(-1).values), f"step {t} layer {layer}"
         want.defer(plan, scores)
@@ -176,7 +190,7 @@ def test_a_graph_captured_at_small_lengths_replays_at_any() -> None:
         for layer in range(len(LAYERS)):
             view = step.layer(layer)
             part = full[layer * sequences : (layer + 1) * sequences]
-            compact_scores(part, view.block_list, 64, view.scores)
+            put_scores(view, part, 64, 0.0)
             step.top_k(layer)
 
     eager, eager_inputs = build()
@@ -224,10 +238,97 @@ def test_decisions_do_not_depend_on_the_place_in_the_batch() -> None:
             positions = (2000 + 100 * index + t).unsqueeze(1)
             step.begin(index, index + 10, positions)
             view = step.layer(0)
-            compact_scores(full[index], view.block_list, 32, view.scores)
+            put_scores(view, full[index], 32, 0.0)
             best = step.top_k(0)
             rows = torch.cat([view.block_list, best[:, 0]], 1)
             found.append([rows[order.index(i)].tolist() for i in range(6)])
         return found
 
     assert run([0, 1, 2, 3, 4, 5]) == run([4, 2, 0, 5, 1, 3])
+
+
+def test_a_sequence_past_its_memory_runs_dense_and_comes_back_cold() -> None:
+    config = replace(BASE, block_size=64, top_k=64)
+    state = GrowingState(LAYERS, sequences=2, slots=1 << 20)
+    step = GpuStep(config, state, ratio=1, sequences=2)
+    lanes = torch.tensor(state.device_lanes([7, 8])).cuda()
+    ids = torch.tensor([7, 8]).cuda()
+    assert state.grow(7, 1)
+    assert state.grow(8, 1 << 20)
+    room = int(state.lane_slots[0])
+    assert 0 < room < 1 << 20
+    reserved = 2 * len(LAYERS) * 2 * (1 << 20) * 2
+    assert state.state_bytes < 0.7 * reserved
+    for t, first in enumerate((room - 2, room - 1, room, room + 1, room - 1, room, room + 1)):
+        if t == 5:
+            assert state.grow(7, room + 100)
+        step.begin(lanes, ids, torch.tensor([[first], [400_000 + t]]).cuda())
+        warm = step.warm.view(len(LAYERS), 2)
+        assert warm[:, 1].all() == (t > 0)
+        assert warm[:, 0].tolist() == [t in (1, 5, 6)] * len(LAYERS), t
+        for layer in range(len(LAYERS)):
+            view = step.layer(layer)
+            assert view.block_count[0] == (first + 64) // 64 or warm[layer, 0]
+            view.put_scores(torch.ones_like(view.get_scores()))
+            assert step.top_k(layer)[0, 0].max() < first + 1
+    torch.cuda.synchronize()
+    state.release(7)
+    state.trim()
+    assert state.state_bytes < 0.6 * reserved
+    assert state.device_lanes([9]) == [0]
+    step.begin(lanes, torch.tensor([9, 8]).cuda(), torch.tensor([[5], [400_007]]).cuda())
+    assert step.warm.view(-1, 2)[:, 0].tolist() == [False] * len(LAYERS)
+    assert int(step.places[0]) == len(LAYERS) * 3  # behind the lanes
+
+
+def test_a_migrated_sequence_is_the_same_in_a_growing_state() -> None:
+    config = replace(BASE, block_size=64, top_k=64)
+    source = GpuState(LAYERS, sequences=1, slots=70_000)
+    step = GpuStep(config, source, ratio=1, sequences=1)
+    lanes, ids = torch.tensor(source.device_lanes([7])).cuda(), torch.tensor([7]).cuda()
+    for t in range(3):
+        step.begin(lanes, ids, torch.tensor([[50_000 + t]]).cuda())
+        for layer in range(len(LAYERS)):
+            view = step.layer(layer)
+            view.put_scores(torch.rand_like(view.get_scores()))
+    exported = source.export(7)
+    target = GrowingState(LAYERS, sequences=2, slots=70_000)
+    target.device_lanes([1])
+    target.adopt(7, exported)
+    moved = target.export(7)
+    assert exported is not None
+    assert moved is not None
+    assert exported["v"].any()
+    assert all(torch.equal(exported[name], moved[name]) for name in exported)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < 40 << 30, reason="needs 40 GB"
+)
+def test_offsets_past_two_billion_elements() -> None:
+    config = replace(BASE, block_size=64, top_k=512)
+    slots, layers = 1 << 20, tuple(range(8))
+    found = []
+    for sequences, lane in ((1, 0), (300, 299)):
+        state = GpuState(layers, sequences=sequences, slots=slots)
+        step = GpuStep(config, state, ratio=1, sequences=1)
+        generator = torch.Generator("cuda").manual_seed(4)
+        decisions = []
+        for t in range(3):
+            positions = torch.tensor([[slots - 10 + t]]).cuda()
+            step.begin(torch.tensor([lane]).cuda(), torch.tensor([7]).cuda(), positions)
+            for layer in layers:
+                view = step.layer(layer)
+                scores = torch.randn(1, 1, slots, device="cuda", generator=generator)
+                put_scores(view, scores, 64, float("nan"))
+                decisions += [view.block_list.clone(), step.top_k(layer).clone()]
+        assert step.warm.all()
+        found.append((decisions, state.v[:, lane].clone(), state.d[:, lane].clone()))
+        if sequences > 1:
+            assert state.v.untyped_storage().nbytes() > 2**32
+            assert step.scores.numel() > 2**31
+        del state, step, view
+    for a, b in zip(found[0][0], found[1][0], strict=True):
+        assert torch.equal(a, b)
+    assert same_bits(found[0][1], found[1][1])
+    assert same_bits(found[0][2], found[1][2])

@@ -241,3 +241,56 @@ def test_batches_whose_rows_see_nothing(sequences: int) -> None:
         seed=0,
     )
     assert not bool(chosen.blocks.any())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_adopted_scores_equal_the_reference(seed: int) -> None:
+    """Only visible columns are copied, only to their places, and columns become slots."""
+    generator = torch.Generator().manual_seed(seed)
+    block, blocks, rows = (8, 16, 32, 64, 128)[seed % 5], 19, 1 + seed % 4
+    host_rows, sequences, top_k = 1 + seed % rows if rows > 1 else 1, 1 + seed % 3, 40
+    capacity = blocks * block
+    width = (capacity, capacity + 3, capacity - 5)[seed % 3]
+    stride = width + (0, 5, 8)[seed % 3]  # rows that are no multiple of four apart, too
+    storage = torch.randn(sequences * host_rows, stride, generator=generator)
+    host = storage[:, :width]
+    kept = torch.rand(sequences, blocks, generator=generator) < 0.6
+    order = kept.logical_not().int().argsort(1, stable=True)
+    block_list = torch.where(torch.arange(blocks) < kept.sum(1, keepdim=True), order, -1).int()
+    limit = kept.sum(1) * block
+    seen = (torch.rand(sequences, rows, generator=generator) * (limit + 1).unsqueeze(1)).int()
+    columns = torch.randint(
+        -1, capacity + 9, (sequences * host_rows, top_k), generator=generator, dtype=torch.int32
+    )
+    places = torch.randperm(7, generator=generator)[:sequences]
+    scores = torch.full((7, rows, capacity), -7.5)
+    got_scores, got_columns = scores.cuda(), columns.cuda()
+    native.call(
+        "adopt_scores",
+        native.stream_of(got_scores),
+        host_scores=storage.cuda()[:, :width],
+        block_list=block_list.cuda(),
+        row_slots=seen.cuda(),
+        places=places.cuda(),
+        scores=got_scores,
+        columns=got_columns,
+        host_stride=stride,
+        score_stride=capacity,
+        host_columns=width,
+        entries=sequences,
+        host_rows=host_rows,
+        rows=rows,
+        blocks=blocks,
+        block_size=block,
+        top_k=top_k,
+    )
+    reference.adopt_scores(host, columns, block_list, seen, places, scores, block_size_slots=block)
+    assert torch.equal(got_columns.cpu(), columns)
+    for s in range(sequences):
+        for r in range(host_rows):
+            count = min(int(seen[s, r]), width)
+            row = got_scores[places[s], r].cpu()
+            assert torch.equal(row[:count], host[s * host_rows + r, :count])
+    elsewhere = torch.ones(7, dtype=torch.bool).index_fill_(0, places, False)
+    assert (got_scores.cpu()[elsewhere] == -7.5).all()
+    assert (got_scores.cpu()[:, host_rows:] == -7.5).all()

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from cases import compact_scores
+from cases import put_scores
 
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.gpu_step import GpuState, GpuStep
@@ -48,7 +48,7 @@ def run_rank(rank: int, port: int) -> None:
         full.mul_(0.9).add_(torch.randn(full.shape, generator=generator).cuda(), alpha=0.3)
         for layer in layers:
             view = step.layer(layer)
-            compact_scores(full[layer, order], view.block_list, BLOCK, view.scores)
+            put_scores(view, full[layer, order], BLOCK, 0.0)
             if rank == 1:
                 torch.cuda._sleep(1000)
         for layer in range(LAYERS):

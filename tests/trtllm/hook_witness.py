@@ -75,7 +75,7 @@ class Witness:
                         got, want = (_values(step.scores[index, s, row], x) for x in (got, want))
                     assert got == want
         self._check_state(engine)
-        self.model.defer(self.layers, entries)
+        self.model.defer(entries)
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Sequences that prefill, or whose lane went to another one."""
@@ -84,12 +84,14 @@ class Witness:
 
     def _check_state(self, engine: DecodeEngine) -> None:
         state = engine.lanes.state
+        held = {number: state.export(number) for number in self.model.sequence_ids}
         for (number, layer), track in self.model.tracks.items():
-            where = self.layers.index(layer), state._lane_of[number]
-            assert bool(state.warm[where]) == track.oracle.warm
-            assert int(state.next_tokens[where]) == track.next_tokens
-            assert state.v[where].tolist() == [float(x) for x in track.oracle.v[0]]
-            assert state.d[where].tolist() == [float(x) for x in track.oracle.d[0]]
+            index, own = self.layers.index(layer), held[number]
+            assert own is not None
+            assert bool(own["warm"][index]) == track.oracle.warm
+            assert int(own["next_tokens"][index]) == track.next_tokens
+            assert own["v"][index].tolist() == [float(x) for x in track.oracle.v[0]]
+            assert own["d"][index].tolist() == [float(x) for x in track.oracle.d[0]]
 
 
 def _values(scores: np.ndarray, slots: list[int]) -> list[float | None]:

@@ -40,7 +40,8 @@ typedef struct SpinScoreSlotsParams {
     const int32_t* visible_slots; /* [sequences]: what the last row sees; 0 for padding */
     const int32_t* block_list;    /* [sequences, blocks] ascending; null: every block */
     const int32_t* block_count;   /* [sequences]; null with block_list */
-    float* scores;                /* out [sequences * rows, score_stride] */
+    const int64_t* places;        /* [sequences]: place in `scores`; null: its own number */
+    float* scores;                /* out [places, rows, score_stride] */
     int64_t num_pages;
     int64_t page_table_stride;
     int64_t block_list_stride; /* read when block_list is given */

@@ -25,26 +25,26 @@ typedef struct SpinSelectBlocksParams {
     int32_t* kept_slots;       /* out [entries]: kept slots the last row sees, partial tail last */
     int32_t* row_slots;        /* out [entries, rows]: kept slots each row sees (a prefix) */
     int32_t* visible_slots;    /* out [entries] or null: slots the last row sees, kept or not */
-    int32_t* compact_of_block; /* out [entries, blocks]: place in block_list, -1 = not kept */
+    /* out [entries, blocks]: place in block_list, -1 = not kept; where `places` are given, in
+     * their order: [lanes_total + sequences, blocks] */
+    int32_t* compact_of_block;
     int32_t* compact_pages;    /* out [entries, compact_pages_stride] or null; 0 past the end */
     uint8_t* block_mask;       /* out [entries, blocks] or null: the shared mask U */
     uint8_t* row_masks;        /* out [entries, rows, blocks] or null: each row's own choice */
     uint8_t* explored_mask;    /* out [entries, blocks] or null */
 
     /* What the next spin_advance needs; all null, or all given. See advance.h. */
-    const int64_t* lanes;    /* [sequences] */
-    int64_t* plan_positions; /* out [plan_entries, rows] */
-    int64_t* plan_lanes;     /* out [plan_entries]: lane, -1 for none and past `entries` */
-    int32_t* lane_entry;     /* out [lanes_total]: entry that last planned this lane */
+    const int64_t* places;   /* [entries]: lane, or lanes_total and more for none */
+    int64_t* lane_positions; /* out [lanes_total, rows]: of the step that waits */
+    uint8_t* lane_waits;     /* out [lanes_total]: 1, its scores are to be observed */
     uint8_t* lane_warm;      /* out [lanes_total] */
     int64_t* lane_next;      /* out [lanes_total]: token position of a warm lane's step, or -1 */
 
     uint64_t seed;
-    int64_t lane_stride; /* added to the lane for every further layer */
+    int64_t lanes_total;
     int64_t page_table_stride;
     int64_t compact_pages_stride;
     int32_t page_table_width; /* pages a sequence may have in page_table */
-    int32_t plan_entries;     /* capacity of the plan arrays, at least entries */
     int32_t entries;          /* layers * sequences */
     int32_t sequences;        /* entries a layer */
     int32_t layer_entries;    /* entries sharing one element of `layers` */

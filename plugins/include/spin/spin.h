@@ -3,6 +3,7 @@
 #ifndef SPIN_SPIN_H_
 #define SPIN_SPIN_H_
 
+#include "spin/adopt_scores.h"
 #include "spin/advance.h"
 #include "spin/common.h"
 #include "spin/observe_scores.h"

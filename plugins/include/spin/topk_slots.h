@@ -11,7 +11,8 @@ extern "C" {
 
 typedef struct SpinTopkSlotsParams {
     int64_t struct_bytes;
-    const float* scores;       /* [entries * rows, score_stride] */
+    const float* scores;       /* [places, rows, score_stride] */
+    const int64_t* places;     /* [entries]: place in `scores`; null: its own number */
     const int32_t* block_list; /* [entries, blocks]; null: every block, in order */
     const int32_t* row_slots;  /* [entries, rows]: scored slots of each row; <= 0: none */
     int32_t* slots_out;        /* out [entries * rows, top_k]: slots ascending, then -1 */

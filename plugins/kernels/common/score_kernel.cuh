@@ -299,6 +299,7 @@ __device__ __forceinline__ void consume(const ScoreArgs& args, const Shared& sha
         fetched.fetch(control, place, at);
     }
     for_each_segment(control, share, [&](int sequence, int segment_end) {
+        const int64_t out_place = args.places != nullptr ? args.places[sequence] : sequence;
         // The shuffle tells the compiler that the whole warp agrees on the query's address.
         const int buffer = __shfl_sync(~0u, query_at.stage, 0);
         const uint8_t* const query =
@@ -308,8 +309,7 @@ __device__ __forceinline__ void consume(const ScoreArgs& args, const Shared& sha
         if constexpr (kWeightsStay) {
             weights.load(row_weights);
         }
-        float* score = args.scores +
-                       int64_t{sequence} * args.rows_per_sequence * args.score_stride +
+        float* score = args.scores + out_place * args.rows_per_sequence * args.score_stride +
                        (tile - control.first_tile[sequence]) * kTileSlots + place.my_slot;
 
         for (; tile < segment_end; tile += kWarpgroups, score += kWarpgroups * kTileSlots) {

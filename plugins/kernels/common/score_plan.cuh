@@ -47,6 +47,7 @@ struct ScoreArgs {
     const int32_t* visible_slots;
     const int32_t* block_list;  // null: every block is kept
     const int32_t* block_count;
+    const int64_t* places;  // null: sequences are in order
     float* scores;
     int64_t num_pages;
     int64_t page_table_stride;

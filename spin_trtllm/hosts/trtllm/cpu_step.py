@@ -17,6 +17,7 @@ from spin_trtllm.config import SpinConfig
 from spin_trtllm.geometry import count_blocks, visible_slots
 from spin_trtllm.gpu_step import NO_LANE, LayerView
 from spin_trtllm.ops import score_pages
+from spin_trtllm.reference import adopt_scores
 from spin_trtllm.state import SpinState
 from spin_trtllm.step import SpinStep, StepPlan
 
@@ -43,8 +44,7 @@ class CpuStep:
     Attributes:
         block_list: int32 `[layers * S, B]`; row_slots: int32 `[layers * S, rows]`; block_count,
             kept_slots, visible_slots: int32 `[layers * S]`; pages: int32 `[layers * S, pages]`;
-            scores: fp32 `[layers * S * rows, B * b]`; see `LayerView`. All are new every step.
-        plan_lanes: int64 `[layers * S]`; `NO_LANE` keeps an entry from being observed.
+            scores: fp32 `[layers * S, rows, B * b]`; see `LayerView`. All are new every step.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class CpuStep:
         self.blocks = count_blocks(state.slots, config.block_size)
         self._live = 0
         self._plans: list[StepPlan] = []
+        self._owned: list[bool] = []
 
     def begin(
         self, lanes: Tensor, sequence_ids: Tensor, positions_tokens: Tensor, page_table: Tensor
@@ -80,13 +81,12 @@ class CpuStep:
             for step, layer in zip(self._steps, self.state.layers, strict=True)
         ]
         self.state.seat(None)
-        self.plan_lanes = lanes.repeat(self.layers)
+        self._owned = [True] * self.layers
         self._publish(page_table)
 
     def layer(self, index: int) -> LayerView:
         """Views of layer `index` of the current step."""
         here = slice(index * self._live, (index + 1) * self._live)
-        rows = slice(here.start * self.rows, here.stop * self.rows)
         return LayerView(
             block_list=self.block_list[here],
             block_count=self.block_count[here],
@@ -94,8 +94,13 @@ class CpuStep:
             kept_slots=self.kept_slots[here],
             visible_slots=self.visible_slots[here],
             pages=self.pages[here],
-            scores=self.scores[rows].unflatten(0, (self._live, self.rows)),
+            scores=self.scores,
+            places=torch.arange(here.start, here.stop),
         )
+
+    def disown(self, index: int) -> None:
+        """Keep the scores of a layer out of the averages: its next step is cold."""
+        self._owned[index] = False
 
     def score(
         self, index: int, query: Tensor, weights: Tensor, pages: Tensor, page_table: Tensor
@@ -111,28 +116,41 @@ class CpuStep:
             view.block_list,
             block_size_slots=self.config.block_size,
         )
-        view.scores.copy_(scores)
+        view.put_scores(scores)
 
     def top_k(self, index: int) -> Tensor:
         """Slots that attention reads: int32 `[S, rows, K]`, -1 pads."""
         return self._steps[index].top_k(self._plans[index], self._expand(index))
 
+    def adopt(self, index: int, host_scores: Tensor, columns: Tensor) -> None:
+        """Take over what the host scored and chose in a layer; see `GpuStep.adopt`."""
+        view = self.layer(index)
+        adopt_scores(
+            host_scores,
+            columns,
+            view.block_list,
+            view.row_slots,
+            view.places,
+            view.scores,
+            block_size_slots=self.config.block_size,
+        )
+
     # ---- how ----
 
     def _defer(self) -> None:
-        """Hand the finished step's scores to the steps, but for entries that were disowned."""
+        """Hand the finished step's scores to the steps, but for layers that were disowned."""
         for index, (step, plan) in enumerate(zip(self._steps, self._plans, strict=False)):
-            here = slice(index * self._live, (index + 1) * self._live)
-            if bool((self.plan_lanes[here] != NO_LANE).any()):
+            if self._owned[index]:
                 step.defer(plan, self._expand(index))
 
     def _expand(self, index: int) -> Tensor:
         """Scores of a layer by slot, fp32 `[S, rows, N]`; NaN where nothing was scored."""
         view, b = self.layer(index), self.config.block_size
-        spread = view.scores.new_full((self._live, self.rows, self.blocks + 1, b), float("nan"))
+        scores = view.get_scores()
+        spread = scores.new_full((self._live, self.rows, self.blocks + 1, b), float("nan"))
         blocks = view.block_list.long() % (self.blocks + 1)  # -1 goes to a block of its own
         where = blocks[:, None, :, None].expand(-1, self.rows, -1, b)
-        spread.scatter_(2, where, view.scores.unflatten(2, (self.blocks, b)))
+        spread.scatter_(2, where, scores.unflatten(2, (self.blocks, b)))
         return spread.flatten(2)[..., : self.state.slots].contiguous()
 
     def _publish(self, page_table: Tensor) -> None:
@@ -149,7 +167,7 @@ class CpuStep:
         seen = (slots >= 0).unsqueeze(1) & (slots.unsqueeze(1) < visible.unsqueeze(2))
         self.row_slots = seen.sum(2).int()
         self.visible_slots, self.kept_slots = visible.amax(1).int(), self.row_slots.amax(1)
-        self.scores = torch.full((kept.shape[0] * self.rows, self.blocks * b), float("nan"))
+        self.scores = torch.full((kept.shape[0], self.rows, self.blocks * b), float("nan"))
         first = slots[:, :: self.page_slots]
         inside = (first >= 0) & (first < self.visible_slots.unsqueeze(1))
         page = torch.where(inside, first // self.page_slots, 0)
