@@ -67,7 +67,7 @@ class GpuState(SpinState):
         return [self.warm, self.next_tokens, self.lane_waits]
 
     def _make_averages(self, lanes: tuple[int, int]) -> None:
-        width = (self.slots + 8) // 8 * 8  # the kernels read and write groups of eight
+        width = (self.slots + 1 + 63) // 64 * 64  # every lane starts on a line of the cache
         v, d = (torch.zeros(*lanes, width, dtype=self.dtype, device=self.device) for _ in range(2))
         self.v, self.d = v[..., : self.slots], d[..., : self.slots + 1]
 

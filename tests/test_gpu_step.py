@@ -28,13 +28,13 @@ def test_rows_of_the_state_are_aligned_and_hide_their_padding() -> None:
     state = make_state()
     assert state.v.shape == (2, 3, 1001)
     assert state.d.shape == (2, 3, 1002)
-    assert state.v.stride() == (3 * 1008, 1008, 1)
-    assert state.d.stride() == (3 * 1008, 1008, 1)
+    assert state.v.stride() == (3 * 1024, 1024, 1)
+    assert state.d.stride() == (3 * 1024, 1024, 1)
 
 
 def test_state_bytes_count_every_tensor_with_its_padding() -> None:
     lanes = 2 * 3
-    assert make_state().state_bytes == lanes * (2 * 1008 * 2 + 1 + 8 + 1)
+    assert make_state().state_bytes == lanes * (2 * 1024 * 2 + 1 + 8 + 1)
 
 
 def test_padding_and_homeless_sequences_have_no_lane() -> None:

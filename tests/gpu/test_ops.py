@@ -255,7 +255,7 @@ def test_adopted_scores_equal_the_reference(seed: int) -> None:
     storage = torch.randn(sequences * host_rows, stride, generator=generator)
     host = storage[:, :width]
     kept = torch.rand(sequences, blocks, generator=generator) < 0.6
-    order = kept.logical_not().int().argsort(1, stable=True)
+    order = kept.logical_not().int().argsort(dim=1, stable=True)
     block_list = torch.where(torch.arange(blocks) < kept.sum(1, keepdim=True), order, -1).int()
     limit = kept.sum(1) * block
     seen = (torch.rand(sequences, rows, generator=generator) * (limit + 1).unsqueeze(1)).int()
