@@ -116,12 +116,11 @@ class Indexer(nn.Module):
             lengths = metadata.kv_lens_expanded_cuda[:rows].view(-1, 1)
             metadata.scheduler_metadata_buffer_expanded.copy_(metadata.kernels.schedule(lengths))
             return
-        metadata.kv_lens_cuda_2d[:count] = slots.unsqueeze(1)
-        for name, lengths in (
-            ("scheduler_metadata_buffer", slots.view(-1, 1)),
-            ("scheduler_metadata_buffer_full_next_n", metadata.kv_lens_cuda_2d[:count]),
-        ):
-            getattr(metadata, name).copy_(metadata.kernels.schedule(lengths))
+        kernels, wide = metadata.kernels, metadata.kv_lens_cuda_2d[:count]
+        wide[:] = slots.unsqueeze(1)
+        metadata.scheduler_metadata_buffer.copy_(kernels.schedule(slots.view(-1, 1)))
+        if metadata.max_draft_tokens:
+            metadata.scheduler_metadata_buffer_full_next_n.copy_(kernels.schedule(wide))
 
     def sparse_attn_indexer(
         self,
