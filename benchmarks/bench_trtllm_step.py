@@ -218,6 +218,7 @@ def select_stages(model: Model, lengths: Tensor, table: Callable[[int], Tensor])
     """The host's scoring and top-k on `lengths[n]` slots, int32 `[layers, G]`, of a page table."""
     cell, kernels = model.cell, model.cell.kernels
     schedules = [kernels.schedule(one.unsqueeze(1)) for one in lengths]
+    tokens = lengths * RATIO
     chosen = torch.zeros(cell.batch, TOP_K, dtype=torch.int32, device=DEVICE)
 
     def score(n: int) -> Tensor:
@@ -238,7 +239,7 @@ def select_stages(model: Model, lengths: Tensor, table: Callable[[int], Tensor])
             logits,
             chosen,
             is_prefill=False,
-            sequence_lengths=lengths[n] * RATIO,
+            sequence_lengths=tokens[n],
             scan_lengths=lengths[n],
         )
 
