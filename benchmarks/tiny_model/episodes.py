@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recall episodes: training sequences of facts and questions, written as in `spin_trtllm.recall`.
+
+Other than a document to test with, an episode asks all along, more and more often, and may ask for
+the same fact again. So every position of a sequence learns to look back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from spin_trtllm.recall import _ATTRIBUTES, _KEYS, STYLES, Style, _Draws, _key
+
+_TAIL = 0.82  # of an episode: from here on there are only questions
+_OFTEN = 1 / 64, 1 / 110  # facts a byte, at most, of crowded and of spread episodes
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question of an episode.
+
+    Attributes:
+        place: where in the episode's text its answer stands.
+        distance_bytes: from where the value last stood, as a fact or as an answer.
+    """
+
+    place: slice
+    distance_bytes: int
+
+
+@dataclass(frozen=True)
+class Episode:
+    """Text of exactly the wanted length, and the questions whose answers are wholly in it."""
+
+    text: bytes
+    asked: tuple[Asked, ...]
+
+
+@dataclass
+class _Fact:
+    key: str
+    value: bytes
+    last_place: int  # of its value, as fact or answer
+    times_asked: int = 0
+
+
+@dataclass
+class _Writer:
+    """An episode that grows."""
+
+    draws: _Draws
+    style: Style
+    attribute: str
+    keys: list[str]
+    numeric: bool
+    facts: list[_Fact] = field(default_factory=list)
+    asked: list[Asked] = field(default_factory=list)
+    text: bytearray = field(default_factory=bytearray)
+
+    def fill(self, filler: bytes, count: int) -> None:
+        """Add `count` bytes from a random place of the filler."""
+        start = self.draws.below(len(filler) - count)
+        self.text += filler[start : start + count]
+
+    def tell(self) -> None:
+        """Add a new fact."""
+        key = self.keys[len(self.facts)]
+        value = self.draws.digits() if self.numeric else self.draws.syllables()
+        fact, offset = self.style.write_fact(key, self.attribute, value)
+        self.facts.append(_Fact(key, value, len(self.text) + offset))
+        self.text += fact
+
+    def ask(self) -> None:
+        """Add a question about a fact that has been told, rather one not yet asked for."""
+        for _ in range(4):
+            fact = self.facts[self.draws.below(len(self.facts))]
+            if not fact.times_asked:
+                break
+        self.text += self.style.question.format(key=fact.key, attribute=self.attribute).encode()
+        place = len(self.text)
+        self.asked.append(Asked(slice(place, place + len(fact.value)), place - fact.last_place))
+        fact.last_place = place
+        fact.times_asked += 1
+        self.text += fact.value + self.style.question_end.encode()
+
+
+def recall_episode(draws: _Draws, length: int, filler: bytes) -> Episode:
+    """An episode, the same for the same draws.
+
+    Some episodes are crowded with facts, others spread them in filler text.
+
+    Args:
+        length: bytes of the text, at least 256.
+        filler: at least 2 KiB of text around the facts.
+    """
+    crowded = draws.below(100) < (50 if length <= 2_048 else 35)
+    facts_at_most = 6 + draws.below(2 + int(length * _OFTEN[0 if crowded else 1]))
+    gap_bytes = 30 + draws.below(min(370, max(30, length // (2 * facts_at_most) - 30)))
+    writer = _Writer(
+        draws,
+        style=STYLES[draws.below(len(STYLES))],
+        attribute=_ATTRIBUTES[draws.below(len(_ATTRIBUTES))],
+        keys=[_key(number) for number in draws.distinct(facts_at_most, _KEYS)],
+        numeric=bool(draws.below(2)),
+    )
+    while len(writer.text) < length:
+        done = len(writer.text) / length
+        if crowded:
+            writer.fill(filler, draws.below(13) if draws.below(10) < 3 else 0)
+        elif done > _TAIL:
+            writer.fill(filler, draws.below(24))
+        else:
+            writer.fill(filler, gap_bytes // 3 + draws.below(gap_bytes * 5 // 3))
+        told = len(writer.facts)
+        if told < 2:
+            writer.tell()
+        elif told == facts_at_most or done > _TAIL:
+            writer.ask()
+        else:
+            more_often = min(0.65, 0.25 + done)
+            writer.ask() if draws.below(1_000) < 1_000 * more_often else writer.tell()
+    whole = tuple(asked for asked in writer.asked if asked.place.stop <= length)
+    return Episode(bytes(writer.text[:length]), whole)
