@@ -21,9 +21,8 @@ constexpr int kFewThreads = 256, kManyThreads = 512;
 // kBlocks: thread blocks a multiprocessor.
 template <int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks) choose_rows(const TopkArgs a) {
-    constexpr int kAhead = kBlocks == 1   ? 4
-                           : kBlocks == 3 ? 3
-                                          : 2;  // groups that a thread has in flight
+    // Groups of eight scores that a thread has in flight.
+    constexpr int kAhead = kBlocks == 1 ? 4 : kBlocks == 2 ? 2 : 3;
     namespace cg = cooperative_groups;
     extern __shared__ uint4 memory[];
     auto& s = *reinterpret_cast<TopkShared<kThreads>*>(memory);
@@ -192,10 +191,10 @@ extern "C" int spin_topk_slots(const SpinTopkSlotsParams* p, cudaStream_t stream
     const bool small = p->top_k <= 512 && capacity <= (1 << 17);
     a.buffer_size = small ? kMaxBufferSize / 2 : kMaxBufferSize;
     const int64_t rows = static_cast<int64_t>(p->entries) * p->rows;
-    // Few rows spread over many multiprocessors; many rows fill them anyway. The steps keep all
-    // thread blocks resident at once on 132 multiprocessors.
-    const bool many = rows <= 16;
-    int cluster = rows <= 48 ? kMaxCluster : rows <= 96 ? 4 : rows <= 192 ? 2 : 1;
+    // Few rows spread over many multiprocessors; many rows fill them anyway. The steps are where
+    // the next smaller cluster was quicker: not all of 132 multiprocessors sit where a cluster of
+    // eight finds room, and a second wave costs more than longer slices.
+    int cluster = rows <= 12 ? kMaxCluster : rows <= 24 ? 4 : rows <= 132 ? 2 : 1;
     if (capacity <= a.buffer_size) {
         cluster = 1;
     }
@@ -212,11 +211,12 @@ extern "C" int spin_topk_slots(const SpinTopkSlotsParams* p, cudaStream_t stream
     const size_t words =
         2 * static_cast<size_t>(a.buffer_size) + 2 * static_cast<size_t>(a.mark_words);
     const dim3 grid(static_cast<unsigned>(rows * cluster));
-    if (many) {
-        return launch(choose_rows<kManyThreads, 1>, grid, kManyThreads,
-                      sizeof(TopkShared<kManyThreads>) + 4 * words, cluster, stream, a);
+    if (cluster == kMaxCluster && capacity <= 1 << 16) {  // slices too short for more threads
+        return launch(choose_rows<kFewThreads, 3>, grid, kFewThreads,
+                      sizeof(TopkShared<kFewThreads>) + 4 * words, cluster, stream, a);
     }
-    const auto kernel = rows <= 48 ? choose_rows<kFewThreads, 3> : choose_rows<kFewThreads, 4>;
-    return launch(kernel, grid, kFewThreads, sizeof(TopkShared<kFewThreads>) + 4 * words, cluster,
+    const auto kernel =
+        rows * cluster <= 132 ? choose_rows<kManyThreads, 1> : choose_rows<kManyThreads, 2>;
+    return launch(kernel, grid, kManyThreads, sizeof(TopkShared<kManyThreads>) + 4 * words, cluster,
                   stream, a);
 }

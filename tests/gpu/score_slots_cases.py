@@ -26,7 +26,7 @@ class Params(ctypes.Structure):
         ("struct_bytes", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("query", "weights", "pages", "page_table")),
         *((name, ctypes.c_void_p) for name in ("visible_slots", "block_list", "block_count")),
-        ("scores", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("places", "scores")),
         *((name, ctypes.c_int64) for name in ("num_pages", "page_table_stride")),
         *((name, ctypes.c_int64) for name in ("block_list_stride", "score_stride")),
         *((name, ctypes.c_int32) for name in ("page_table_width", "blocks", "sequences", "rows")),
