@@ -258,6 +258,26 @@ class GpuStep:
         tensors = (value for value in vars(self).values() if isinstance(value, Tensor))
         return sum(t.untyped_storage().nbytes() for t in tensors)
 
+    @classmethod
+    def estimate_bytes(
+        cls,
+        config: SpinConfig,
+        layers: int,
+        *,
+        ratio: int,
+        sequences: int,
+        slots: int,
+        rows: int = 1,
+        page_slots: int | None = None,
+    ) -> int:
+        """Bytes of a state and its step on a GPU, without making them."""
+        room = {"sequences": sequences, "slots": slots}
+        state = GpuState(range(layers), dtype=config.storage_dtype, device="meta", **room)
+        step = cls(
+            config, state, ratio=ratio, sequences=sequences, rows=rows, page_slots=page_slots
+        )
+        return state.state_bytes + step.buffer_bytes
+
     # ---- how ----
 
     def _entries(self, index: int) -> slice:

@@ -136,3 +136,12 @@ def test_a_wrong_query_is_named() -> None:
     query = torch.zeros(2, 2, 64, 128)
     with pytest.raises(SpinError, match=r"^query:"):
         step.score(0, query, query[..., 0], query, query)
+
+
+def test_the_estimate_is_what_a_step_takes() -> None:
+    step = make_step(page_slots=32)
+    sizes = {"ratio": 4, "sequences": 2, "slots": 1001, "rows": 2, "page_slots": 32}
+    estimate = GpuStep.estimate_bytes(CONFIG, 2, **sizes)
+    assert estimate == step.state.state_bytes + step.buffer_bytes
+    huge = GpuStep.estimate_bytes(CONFIG, 21, **{**sizes, "sequences": 256, "slots": 1 << 18})
+    assert huge > 21 * 256 * (1 << 18) * (4 + 2 * 4)  # bf16 V and D, and two rows of scores
