@@ -27,6 +27,8 @@ class GpuState(SpinState):
     Attributes:
         lane_waits: uint8 `[layers, sequences + 1]`, 1 where the step's buffers hold scores of the
             lane that the next step observes.
+        lane_tenant: int64 `[layers, sequences + 1]`, `tenants` of the lane's last step, where the
+            steps are given any.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class GpuState(SpinState):
     ) -> None:
         super().__init__(layers, sequences=sequences, slots=slots, dtype=dtype, device=device)
         self.lane_waits = torch.zeros(self.warm.shape, dtype=torch.uint8, device=device)
+        self.lane_tenant = torch.zeros(self.warm.shape, dtype=torch.int64, device=device)
 
     @property
     def state_bytes(self) -> int:
@@ -64,7 +67,7 @@ class GpuState(SpinState):
         }
 
     def _books(self) -> list[Tensor]:
-        return [self.warm, self.next_tokens, self.lane_waits]
+        return [self.warm, self.next_tokens, self.lane_waits, self.lane_tenant]
 
     def _make_averages(self, lanes: tuple[int, int]) -> None:
         width = (self.slots + 1 + 63) // 64 * 64  # every lane starts on a line of the cache

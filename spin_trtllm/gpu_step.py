@@ -109,6 +109,7 @@ class GpuStep:
         sequence_ids: Tensor,
         positions_tokens: Tensor,
         page_table: Tensor | None = None,
+        tenants: Tensor | None = None,
     ) -> None:
         """Observe the step before, predict and select the blocks of this one, in every layer.
 
@@ -118,6 +119,8 @@ class GpuStep:
             positions_tokens: int64 `[S, rows]`: `p0, p0 + 1, ...`, then -1. An entry that is only
                 -1 takes no step.
             page_table: int32 `[S, pages]` of the host, when `page_slots` was given.
+            tenants: int64 `[S]`, for a host that hands out lanes itself: a number that changes
+                whenever a lane changes hands, or its sequence must start cold.
         """
         check_tensor("lanes", lanes, (torch.int64,), ("sequences",))
         live = lanes.shape[0]
@@ -129,10 +132,12 @@ class GpuStep:
             refuse("page_table", page_table, "given exactly when page_slots was")
         if page_table is not None:
             check_tensor("page_table", page_table, (torch.int32,), (live, "pages"))
+        if tenants is not None:
+            check_tensor("tenants", tenants, (torch.int64,), (live,))
+            tenants = tenants.contiguous()
         self._live = live
-        self._launch(
-            lanes.contiguous(), sequence_ids.contiguous(), positions_tokens.contiguous(), page_table
-        )
+        inputs = (lanes.contiguous(), sequence_ids.contiguous(), positions_tokens.contiguous())
+        self._launch(*inputs, page_table, tenants)
 
     def layer(self, index: int) -> LayerView:
         """Views for layer `index` (0-based among the indexer layers) of the current step."""
@@ -148,9 +153,9 @@ class GpuStep:
             places=self.places[here],
         )
 
-    def disown(self, index: int) -> None:
-        """Keep what waits of layer `index` out of the averages: its next steps are cold."""
-        self.state.lane_waits[index] = 0
+    def disown(self, index: int | None = None) -> None:
+        """Keep what waits of layer `index`, or of all, out of the averages: they are cold next."""
+        self.state.lane_waits[slice(None) if index is None else index] = 0
 
     def top_k(self, index: int) -> Tensor:
         """Slots that attention reads in layer `index`: int32 `[S, rows, K]`, ascending, -1 pads."""
@@ -315,7 +320,12 @@ class GpuStep:
             self.pages = ints(entries, blocks * (b // self.page_slots))
 
     def _launch(
-        self, lanes: Tensor, sequence_ids: Tensor, positions: Tensor, page_table: Tensor | None
+        self,
+        lanes: Tensor,
+        sequence_ids: Tensor,
+        positions: Tensor,
+        page_table: Tensor | None,
+        tenants: Tensor | None,
     ) -> None:  # pragma: no cover - needs a GPU
         config, state = self.config, self.state
         stream = native.stream_of(lanes)
@@ -349,6 +359,8 @@ class GpuStep:
             **home,
             **averages,
             state_dtype=dtype,
+            tenants=tenants,
+            lane_tenant=state.lane_tenant,
             scores=self.scores,
             compact_of_block=self.compact_of_block,
             warm=self.warm,

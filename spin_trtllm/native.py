@@ -68,7 +68,8 @@ _FIELDS: dict[str, list[tuple[str, str]]] = {
         ("i", "host_columns entries host_rows rows blocks block_size top_k"),
     ],
     "advance": [
-        ("p", "v d lanes positions lane_slots lane_positions lane_waits lane_warm lane_next"),
+        ("p", "v d lanes positions tenants lane_tenant lane_slots"),
+        ("p", "lane_positions lane_waits lane_warm lane_next"),
         ("p", "scores compact_of_block places warm observed_rows block_scores"),
         ("l", "slots v_stride v_layer_stride d_stride d_layer_stride tile_stride"),
         ("l", "score_stride lane_stride lanes_total"),

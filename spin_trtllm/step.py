@@ -188,6 +188,10 @@ class SpinStep:
         lanes = plan.lanes[plan.positions_tokens[:, 0] >= 0].tolist()
         self._waiting.update(dict.fromkeys(lanes, (plan, scores.clone())))
 
+    def drop_deferred(self) -> None:
+        """Forget every step that still waits for its acceptance: these sequences are cold next."""
+        self._waiting.clear()
+
     # ---- how the product's variant decides; replay's variants replace these ----
 
     def _select(

@@ -34,7 +34,7 @@ def test_rows_of_the_state_are_aligned_and_hide_their_padding() -> None:
 
 def test_state_bytes_count_every_tensor_with_its_padding() -> None:
     lanes = 2 * 3
-    assert make_state().state_bytes == lanes * (2 * 1024 * 2 + 1 + 8 + 1)
+    assert make_state().state_bytes == lanes * (2 * 1024 * 2 + 1 + 8 + 1 + 8)
 
 
 def test_padding_and_homeless_sequences_have_no_lane() -> None:

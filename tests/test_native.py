@@ -176,7 +176,7 @@ OPTIONAL = {
     },
     "topk_slots": {"block_list", "places"},
     "adopt_scores": {"columns"},
-    "advance": {"lane_slots"},
+    "advance": {"lane_slots", "tenants"},
 }
 
 

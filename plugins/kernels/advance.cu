@@ -30,10 +30,15 @@ __global__ void resolve_entries(const SpinAdvanceParams p) {
             p.lane_warm[lane] = 0;
         } else {
             place = lane;
-            warm = p.lane_warm[lane] != 0 && p.lane_next[lane] == first;
+            bool same = true;
+            if (p.tenants != nullptr) {
+                same = p.lane_tenant[lane] == p.tenants[row];
+                p.lane_tenant[lane] = p.tenants[row];
+            }
+            warm = same && p.lane_warm[lane] != 0 && p.lane_next[lane] == first;
             const int64_t* past = p.lane_positions + lane * p.rows;
             int rows = 0;
-            while (p.lane_waits[lane] != 0 && rows < p.rows && past[rows] >= 0)
+            while (same && p.lane_waits[lane] != 0 && rows < p.rows && past[rows] >= 0)
                 ++rows;
             const int64_t accepted = first - past[0] - 1;
             if (rows > 0 && accepted >= 0 && accepted < rows) {
@@ -103,6 +108,10 @@ extern "C" int spin_advance(const SpinAdvanceParams* p, cudaStream_t stream) {
     SPIN_CHECK_POINTER(p, d, 16);
     SPIN_CHECK_POINTER(p, lanes, 8);
     SPIN_CHECK_POINTER(p, positions, 8);
+    if (p->tenants != nullptr) {
+        SPIN_CHECK_POINTER(p, tenants, 8);
+        SPIN_CHECK_POINTER(p, lane_tenant, 8);
+    }
     if (p->lane_slots != nullptr) {
         SPIN_CHECK_POINTER(p, lane_slots, 8);
     }

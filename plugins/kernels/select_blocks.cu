@@ -324,6 +324,12 @@ extern "C" int spin_select_blocks(const SpinSelectBlocksParams* p, cudaStream_t 
     if (p->blocks <= kFewThreads * 32)
         return launch(select_entries<kFewThreads>, blocks, kFewThreads,
                       sizeof(Shared<kFewThreads>) + keys, 1, stream, *p);
-    return launch(select_entries<kManyThreads>, blocks, kManyThreads,
-                  sizeof(Shared<kManyThreads>) + keys, 1, stream, *p);
+    const size_t shared_bytes = sizeof(Shared<kManyThreads>) + keys;
+    int most_bytes = 0;
+    const cudaError_t error = most_shared_bytes(&most_bytes);
+    if (error != cudaSuccess)
+        return launched(error);
+    SPIN_CHECK(shared_bytes <= static_cast<size_t>(most_bytes), SPIN_ERROR_UNSUPPORTED, "blocks",
+               "fewer, as this GPU's shared memory is small; take a larger block_size");
+    return launch(select_entries<kManyThreads>, blocks, kManyThreads, shared_bytes, 1, stream, *p);
 }

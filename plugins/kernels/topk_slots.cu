@@ -202,11 +202,25 @@ extern "C" int spin_topk_slots(const SpinTopkSlotsParams* p, cudaStream_t stream
         const int64_t groups = (capacity + kGroup - 1) / kGroup;
         return ((groups + n - 1) / n + 3) / 4;
     };
-    while (cluster < kMaxCluster && mark_words(cluster) * 8 > kMarkBytes) {
+    int most_bytes = 0;
+    const cudaError_t error = most_shared_bytes(&most_bytes);
+    if (error != cudaSuccess) {
+        return launched(error);
+    }
+    const auto shared_bytes = [&](int n) {
+        return static_cast<int64_t>(sizeof(TopkShared<kManyThreads>)) + a.buffer_size * 8 +
+               mark_words(n) * 8;
+    };
+    while (cluster < kMaxCluster &&
+           (mark_words(cluster) * 8 > kMarkBytes || shared_bytes(cluster) > most_bytes)) {
         cluster *= 2;
     }
-    SPIN_CHECK(mark_words(cluster) * 8 <= 2 * kMarkBytes, SPIN_ERROR_UNSUPPORTED, "blocks",
-               "at most 3145728 slots a row");
+    if (shared_bytes(cluster) > most_bytes) {
+        a.buffer_size = kMaxBufferSize / 2;
+    }
+    SPIN_CHECK(mark_words(cluster) * 8 <= 2 * kMarkBytes && shared_bytes(cluster) <= most_bytes,
+               SPIN_ERROR_UNSUPPORTED, "blocks",
+               "at most 3145728 slots a row, fewer where shared memory is small");
     a.mark_words = static_cast<int32_t>(mark_words(cluster));
     const size_t words =
         2 * static_cast<size_t>(a.buffer_size) + 2 * static_cast<size_t>(a.mark_words);

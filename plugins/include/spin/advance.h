@@ -9,6 +9,8 @@
  *   a = p0 - p0' - 1 in 0 .. drafts'      -> rows 0 .. a of it are observed, the entry is warm;
  *   else lane_warm and lane_next == p0    -> warm, nothing observed;
  *   else                                  -> cold: V and D of the lane become zero.
+ * Where `tenants` are given and a lane's is another one than at its last step, nothing of it counts:
+ * the entry is cold.
  * An entry without a lane, without a position, or with one past the lane's `lane_slots` takes the
  * place of its batch row behind those of the lanes; it is cold and leaves nothing behind. Layers
  * share these places, so its scores must be used before those of the next layer are written.
@@ -34,6 +36,8 @@ typedef struct SpinAdvanceParams {
     void* d;                         /* in/out [lanes_total, slots + 1] */
     const int64_t* lanes;            /* [sequences], distinct; -1: no state, cold */
     const int64_t* positions;        /* [sequences, rows]; -1 pads */
+    const int64_t* tenants;          /* [sequences] or null: who has the lane, since when */
+    int64_t* lane_tenant;            /* in/out [lanes_total]; null with tenants */
     const int64_t* lane_slots;       /* [lane_stride]: slots of a lane with memory; null: all */
     const int64_t* lane_positions;   /* [lanes_total, rows] of the step that waits */
     uint8_t* lane_waits;             /* [lanes_total]; cleared where lane_slots is exceeded */

@@ -31,6 +31,10 @@ class PlacedState(SpinState):
         """Lanes of the rows of the next plan; None returns to the map of ids."""
         self._seats = lanes
 
+    def evict(self, lane: int) -> None:
+        """Make a lane cold."""
+        self._clear(lane)
+
     def lanes(self, sequence_ids: Iterable[int | None]) -> list[int]:
         """The seats, or else what the map of ids says."""
         if self._seats is None:
@@ -65,14 +69,24 @@ class CpuStep:
         self._live = 0
         self._plans: list[StepPlan] = []
         self._owned: list[bool] = []
+        self._tenants: dict[int, int] = {}
 
     def begin(
-        self, lanes: Tensor, sequence_ids: Tensor, positions_tokens: Tensor, page_table: Tensor
+        self,
+        lanes: Tensor,
+        sequence_ids: Tensor,
+        positions_tokens: Tensor,
+        page_table: Tensor,
+        tenants: Tensor | None = None,
     ) -> None:
         """Observe the step before, predict and select; arguments are `GpuStep.begin`'s."""
         self._defer()
         self._live = lanes.shape[0]
         seats = lanes.tolist()
+        for lane, tenant in zip(seats, [] if tenants is None else tenants.tolist(), strict=False):
+            if lane != NO_LANE and self._tenants.get(lane) != tenant:
+                self.state.evict(lane)
+                self._tenants[lane] = tenant
         ids = [i % 2**64 for i in sequence_ids.tolist()]
         known = [None if lane == NO_LANE else i for lane, i in zip(seats, ids, strict=True)]
         self.state.seat(seats)
@@ -98,9 +112,12 @@ class CpuStep:
             places=torch.arange(here.start, here.stop),
         )
 
-    def disown(self, index: int) -> None:
-        """Keep the scores of a layer out of the averages: its next step is cold."""
-        self._owned[index] = False
+    def disown(self, index: int | None = None) -> None:
+        """Keep what waits of a layer, or of all, out of the averages: they are cold next."""
+        for n in range(self.layers) if index is None else (index,):
+            self._steps[n].drop_deferred()
+            if self._owned:
+                self._owned[n] = False
 
     def score(
         self, index: int, query: Tensor, weights: Tensor, pages: Tensor, page_table: Tensor
