@@ -25,6 +25,7 @@ EXPLORATION_POLICIES = ("none", "random", "staleness", "age")
 MASK_POLICIES = ("union", "row0")
 UPDATE_POLICIES = ("prefix", "row0")
 MAX_TOP_K = 2**20  # no context has more slots
+BACKENDS = ("auto", "host", "fused")
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 _MAX_YAML_CHARACTERS = 2**20  # a device or a weight file by mistake is not read to its end
@@ -37,6 +38,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "mask_policy": MASK_POLICIES,
     "update_policy": UPDATE_POLICIES,
     "state_dtype": tuple(STATE_DTYPES),
+    "backend": BACKENDS,
 }
 
 
@@ -58,6 +60,8 @@ class SpinConfig:
         seed: seed of the exploration priorities, 0 .. 2**64-1.
         state_dtype: storage of the averages; arithmetic is always fp32.
         staleness_weight: lambda of the `staleness` policy: score one step of age is worth.
+        backend: under TensorRT-LLM, what scores the kept blocks: the `host`'s kernels, this
+            package's `fused` ones, or `auto`, which also leaves alone the steps too small to gain.
 
     Raises:
         SpinError: a value outside its range, an unknown field, or a wrong type.
@@ -76,6 +80,7 @@ class SpinConfig:
     seed: int = 0
     state_dtype: str = "fp32"
     staleness_weight: float = 0.01
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():

@@ -35,7 +35,7 @@ START = "import site; site.addpackage(SITE, 'spin_trtllm_activate.pth', set())"
 HOOKS = """
 import spin_trtllm.hosts.trtllm as host
 calls = []
-def patch(module, config):
+def patch(module, config, **_):
     calls.append((module.__name__, module.READY, config.target_sparsity))
     return ["Indexer.sparse_attn_indexer"]
 """
@@ -203,9 +203,11 @@ if __name__ == "__main__":
 
 
 FAILURES = {
-    "def patch(module, config): raise KeyError('gone')": "KeyError: 'gone'",
+    "def patch(module, config, **_): raise KeyError('gone')": "KeyError: 'gone'",
     "from spin_trtllm.hosts.trtllm import HookRefused\n"
-    "def patch(module, config): raise HookRefused('k_fp8 is gone')": "runs dense: k_fp8 is gone",
+    "def patch(module, config, **_): raise HookRefused('k_fp8 is gone')": (
+        "runs dense: k_fp8 is gone"
+    ),
     "import no_such_module": "ModuleNotFoundError",
     "def": "SyntaxError",
 }

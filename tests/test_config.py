@@ -30,6 +30,7 @@ CHOICES: dict[str, list[Any]] = {
     "mask_policy": ["union", "row0"],
     "update_policy": ["prefix", "row0"],
     "state_dtype": ["fp32", "bf16"],
+    "backend": ["auto", "host", "fused"],
 }
 
 below_one = st.floats(0.0, 0.999999, allow_nan=False)

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,14 +16,8 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError
-from spin_trtllm.hosts.trtllm.counters import (
-    MAX_CAUSES,
-    Counters,
-    Snapshot,
-    export,
-    process_counters,
-    summary,
-)
+from spin_trtllm.hosts.trtllm.counters import MAX_CAUSES, Counters, Snapshot, summary
+from spin_trtllm.hosts.trtllm.metrics import export, process_counters
 from spin_trtllm.hosts.trtllm.settings import Settings, read_settings
 
 
@@ -30,7 +27,7 @@ def counted() -> Counters:
     counters.step(sparse_rows=4, kept_slots=1400, visible_slots=2000)
     counters.dense("prefill in the batch", 2)
     counters.dense("no lane")
-    counters.probe(missed_slots=5, top_k_slots=512)
+    counters.probe([(0, 512), (5, 512), (26, 512)])
     counters.add_state_bytes(3 * 2**20)
     return counters
 
@@ -44,19 +41,21 @@ def test_snapshot() -> None:
         dense_rows={"prefill in the batch": 2, "no lane": 1},
         kept_slots=2000,
         visible_slots=3000,
-        probed_slots=512,
-        missed_slots=5,
+        probed_slots=1536,
+        missed_slots=31,
+        miss_rows=(1, 1, 0, 0, 1, 0, 0, 0),
         state_bytes=3145728,
     )
     assert counts.realized_sparsity == pytest.approx(1 / 3)
-    assert counts.miss == pytest.approx(5 / 512)
+    assert counts.miss == pytest.approx(31 / 1536)
     assert (Snapshot().realized_sparsity, Snapshot().miss) == (None, None)
 
 
 def test_summary_is_one_line() -> None:
     assert summary(counted().snapshot()) == (
         "SPIN: 2 steps; rows sparse 7, cold 1, dense 3; dense by cause: prefill in the batch 2, "
-        "no lane 1; skipped 33.3% of the slots; missed 0.98% of the dense top-k; state 3.0 MiB"
+        "no lane 1; skipped 33.3% of the slots; missed 2.02% of the dense top-k of 3 probed rows; "
+        "state 3.0 MiB"
     )
     assert summary(Snapshot()) == "SPIN: 0 steps; rows sparse 0, cold 0, dense 0; state 0 B"
 
@@ -97,12 +96,64 @@ def test_prometheus() -> None:
     assert registry.get_sample_value("spin_dense_rows_total", {"cause": "no lane"}) == 1
     assert registry.get_sample_value("spin_kept_slots_total") == 2000
     assert registry.get_sample_value("spin_visible_slots_total") == 3000
-    assert registry.get_sample_value("spin_missed_slots_total") == 5
-    assert registry.get_sample_value("spin_probed_slots_total") == 512
+    assert registry.get_sample_value("spin_missed_slots_total") == 31
+    assert registry.get_sample_value("spin_probed_slots_total") == 1536
+    assert registry.get_sample_value("spin_miss_rows_total", {"up_to": "0.01"}) == 1
+    assert registry.get_sample_value("spin_miss_rows_total", {"up_to": "0.1"}) == 1
+    assert registry.get_sample_value("spin_miss_rows_total", {"up_to": "1.0"}) == 0
     assert registry.get_sample_value("spin_state_bytes") == 3145728
     counters.step()
     assert registry.get_sample_value("spin_steps_total") == 3  # read when scraped
     assert b"# TYPE spin_state_bytes gauge" in generate_latest(registry)
+
+
+RANK = """
+import sys
+from spin_trtllm.hosts.trtllm.counters import Counters
+from spin_trtllm.hosts.trtllm.metrics import export
+now = 0.0
+counters = Counters(clock=lambda: now)
+export(counters)
+counters.add_state_bytes(100)
+for second in range(7):
+    now = float(second)
+    counters.step(sparse_rows=int(sys.argv[1]), cold_rows=1)
+counters.dense("prefill", 4)
+counters.probe([(1, 4)])
+now = 12.0
+counters.step()
+"""
+SERVER = """
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+
+
+def test_ranks_leave_their_counters_where_a_server_reads_them(tmp_path: Path) -> None:
+    """Processes of their own, as `trtllm-serve` and its ranks are."""
+
+    def run(code: str, *arguments: str, rank: str = "") -> str:
+        environment = {
+            **os.environ,
+            "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
+            "OMPI_COMM_WORLD_RANK": rank,
+        }
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE)
+        return done.stdout.decode()
+
+    run(RANK, "3", rank="0")
+    run(RANK, "5", rank="1")
+    lines = run(SERVER).splitlines()
+    assert 'spin_rows_total{mode="sparse",rank="0"} 21.0' in lines
+    assert 'spin_rows_total{mode="sparse",rank="1"} 35.0' in lines
+    assert 'spin_rows_total{mode="cold",rank="1"} 7.0' in lines
+    assert 'spin_dense_rows_total{cause="prefill",rank="0"} 4.0' in lines
+    assert 'spin_steps_total{rank="0"} 8.0' in lines
+    assert 'spin_miss_rows_total{rank="1",up_to="0.5"} 1.0' in lines
+    assert 'spin_state_bytes{rank="1"} 100.0' in lines
 
 
 @pytest.mark.parametrize(("log_seconds", "lines"), [(60, 4), (0, 0), (1000, 0)])

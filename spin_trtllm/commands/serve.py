@@ -42,7 +42,7 @@ def command(
     environment = {**os.environ, SPIN_VARIABLE: str(engine.path / SPIN_FILE)}
     # What a rank would complain about, before there are ranks.
     read_settings(environment)
-    read_backend(environment)
+    read_backend(engine.config, environment)
     found = list(missing(engine, probe(), arguments))
     if found and not dry_run:
         raise SpinError(f"serve: {found[0]}")

@@ -4,21 +4,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
-import hook_standin
 import pytest
 from hook_batch import HostBatch
-from hook_witness import Witness, engine_behind
+from hook_helpers import SMALL, engine_of, hook, witness_of
 
-from spin_trtllm.config import SpinConfig
 from spin_trtllm.gpu_step import NO_LANE
-from spin_trtllm.hosts.trtllm import indexer as hooks
-from spin_trtllm.hosts.trtllm.backend import DecodeEngine
-from spin_trtllm.hosts.trtllm.counters import Counters
 
-SMALL = {"block_size": 8, "target_sparsity": 0.6, "exploration": 0.2, "seed": 5}
 LARGE_PAGES = {"tokens_per_block": 128, "max_seq_len": 2048, "max_batch_size": 3}
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int]] = [
     ("plain", SMALL, {}, "host", 300),
@@ -33,30 +26,6 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int]] = [
 LONG = pytest.mark.skipif(
     not os.environ.get("SPIN_LONG_TESTS"), reason="takes a minute; set SPIN_LONG_TESTS=1"
 )
-
-
-@pytest.fixture(autouse=True)
-def _unhooked() -> Iterator[None]:
-    yield
-    hooks.unpatch()
-
-
-def hook(config: dict[str, Any], backend: str = "host") -> Counters:
-    """Hook the stand-in."""
-    counters = Counters()
-    hooks.patch(hook_standin.module(), SpinConfig.from_dict(config), backend, counters)
-    return counters
-
-
-def engine_of(batch: HostBatch) -> DecodeEngine:
-    """The engine behind a batch."""
-    return engine_behind(hook_standin.Indexer, batch.metadata)
-
-
-def witness_of(batch: HostBatch, config: dict[str, Any]) -> Witness:
-    """A witness of a batch that has not stepped yet."""
-    capacity = batch.manager.max_batch_size
-    return Witness(batch.layers, batch.ratio, batch.top_k, batch.slots, capacity, config)
 
 
 def live(case: tuple[str, dict[str, Any], dict[str, Any], str, int], seed: int, steps: int) -> int:

@@ -22,14 +22,12 @@ from pathlib import Path
 from spin_trtllm import __version__
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError, refuse
+from spin_trtllm.hosts.trtllm.rank import rank_of_process
 from spin_trtllm.hosts.trtllm.settings import SPIN_VARIABLE, HookRefused, Settings, read_settings
 from spin_trtllm.hosts.trtllm.stub import load_stub
 
 HOOKS_MODULE = "spin_trtllm.hosts.trtllm.indexer"
 STARTUP_FILE = "spin_trtllm_activate.pth"
-
-# Who this process is, by whatever started it: Open MPI, PMIx, MPICH, Slurm, torchrun.
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")
 
 _logger = logging.getLogger("spin_trtllm")
 _outcomes: dict[str, bool] = {}  # of each indexer module: whether it was hooked
@@ -130,7 +128,9 @@ def _patch(module_name: str, settings: Settings) -> list[str]:
     if not has_hooks():
         raise HookRefused(f"spin-trtllm {__version__} has no hooks for TensorRT-LLM")
     hooks = importlib.import_module(HOOKS_MODULE)
-    hooked: list[str] = hooks.patch(sys.modules[module_name], settings.config)
+    hooked: list[str] = hooks.patch(
+        sys.modules[module_name], settings.config, probe_every=settings.probe_every
+    )
     return hooked
 
 
@@ -178,5 +178,5 @@ def _host() -> str:
 
 
 def _rank() -> str:
-    found = next((name for name in _RANK_VARIABLES if os.environ.get(name)), None)
-    return f", rank {os.environ[found]}" if found else ""
+    rank = rank_of_process()
+    return f", rank {rank}" if rank else ""

@@ -18,16 +18,18 @@ import torch
 from torch import Tensor
 
 from spin_trtllm import native
-from spin_trtllm.config import SpinConfig
+from spin_trtllm.config import BACKENDS, SpinConfig
 from spin_trtllm.errors import SpinError, refuse
-from spin_trtllm.gpu_step import NO_LANE, GpuState, GpuStep
+from spin_trtllm.gpu_step import GpuState, GpuStep
 from spin_trtllm.hosts.trtllm.cpu_step import CpuStep, PlacedState
-from spin_trtllm.hosts.trtllm.eligibility import step_obstacle
+from spin_trtllm.hosts.trtllm.eligibility import rows_of, step_obstacle
+from spin_trtllm.hosts.trtllm.estimate import StepEstimate
+from spin_trtllm.hosts.trtllm.pays import pays
+from spin_trtllm.hosts.trtllm.probe import ShadowProbe
 from spin_trtllm.hosts.trtllm.proxy import TWINS, Twins
 from spin_trtllm.hosts.trtllm.sequences import SequenceLanes
 from spin_trtllm.hosts.trtllm.settings import HookRefused
 
-BACKENDS = ("auto", "host", "fused")
 BACKEND_VARIABLE = "TLLM_SPIN_BACKEND"
 FUSED_CAPABILITY = (9, 0)  # where `auto` trusts our own scoring kernel: it was measured there
 
@@ -67,13 +69,15 @@ MANAGER_ATTRIBUTES = (
 _logger = logging.getLogger("spin_trtllm")
 
 
-def read_backend(environment: Mapping[str, str] | None = None) -> str:
-    """Which kernels score the kept blocks: `TLLM_SPIN_BACKEND`, by default `auto`.
+def read_backend(config: SpinConfig, environment: Mapping[str, str] | None = None) -> str:
+    """Which kernels score the kept blocks: `TLLM_SPIN_BACKEND`, or else the configuration's.
 
     `host` shows TensorRT-LLM's own kernels a shorter context; `fused` scores and selects with this
-    package's; `auto` takes `fused` on SM90 for fp8 keys and `host` otherwise.
+    package's; `auto` takes `fused` on SM90 for fp8 keys and `host` otherwise, and leaves a step
+    dense that is too small to gain by either (`pays`).
     """
-    backend = (os.environ if environment is None else environment).get(BACKEND_VARIABLE) or "auto"
+    environment = os.environ if environment is None else environment
+    backend = environment.get(BACKEND_VARIABLE) or config.backend
     if backend not in BACKENDS:
         refuse(BACKEND_VARIABLE, backend, ", ".join(BACKENDS))
     return backend
@@ -144,6 +148,7 @@ class DecodeEngine:
         layer_obstacle: why the first layer ran dense when it last ran although its step could
             have run SPIN; a captured graph repeats what the layers did when it was captured.
         lengths: int32 `[layers, G]`, raw tokens of each request as the shorter context has them.
+        probe: measures what is missed; None where nobody asked for it.
     """
 
     def __init__(self, shape: HostShape, config: SpinConfig, backend: str) -> None:
@@ -155,8 +160,11 @@ class DecodeEngine:
         self.shape, self.config = shape, config
         self.step = _make_step(shape, config)
         self.lanes = SequenceLanes(self.step.state, shape.sequences)
+        self.estimate = StepEstimate(config, ratio=shape.ratio, slots=shape.slots)
         self.twins = Twins()
         self.fused = _prefers_fused(backend, shape.device)
+        self._may_decline = backend == "auto"
+        self.probe: ShadowProbe | None = None
         self.obstacle: str | None = "not_prepared"
         self.layer_obstacle: str | None = None
         size = (shape.sequences, shape.rows)
@@ -181,10 +189,24 @@ class DecodeEngine:
         self.obstacle = step_obstacle(
             metadata, ratio=shape.ratio, rows=shape.rows, sequences=shape.sequences
         )
+        if self.obstacle is None and self._may_decline and not self._pays(metadata):
+            self.obstacle = "does_not_pay"
         ids = metadata.request_ids
         if not self.lanes.place(ids[:contexts], ids[contexts:]):
             self.obstacle = self.obstacle or "repeated_request"
         self.twins.make(metadata)
+        if self.probe is not None:
+            self.probe.next_step(metadata, is_sparse=self.obstacle is None)
+
+    def figures(self, metadata: Any) -> dict[str, int]:
+        """What the step that was prepared will do, for the counters.
+
+        `kv_cache_params.num_cached_tokens_per_seq` holds the raw tokens before this step, in batch
+        order.
+        """
+        cached = metadata.kv_cache_params.num_cached_tokens_per_seq
+        rows = cached[metadata.num_contexts : metadata.num_seqs]
+        return self.estimate.figures(rows, rows_of(metadata), self.lanes)
 
     def is_open(self, metadata: Any, next_n: int) -> bool:
         """Whether `begin` ran for this batch: the layers after the first go on with it."""
@@ -220,15 +242,15 @@ class DecodeEngine:
         if index == 0:
             self.layer_obstacle, self._open = reason, None
         elif self._open is not None:
-            self.disown(index, self._open[2])
+            self.step.disown(index)
         if reason not in self._logged:
             self._logged.add(reason)
             layer = self.shape.layers[index]
             _logger.warning("SPIN: layer %d runs dense: %s", layer, reason)
 
-    def disown(self, index: int, requests: int) -> None:
-        """Keep a layer's scores of this step out of the averages: its next step is cold."""
-        self.step.plan_lanes[index * requests : (index + 1) * requests] = NO_LANE
+    def _pays(self, metadata: Any) -> bool:
+        kernels = "fused" if self.fused else "host"
+        return pays(kernels, metadata.num_generations, self.shape.slots, rows_of(metadata))
 
     def _key(self, metadata: Any, next_n: int) -> tuple[int, ...]:
         return (id(metadata), metadata.num_contexts, metadata.num_generations, next_n)

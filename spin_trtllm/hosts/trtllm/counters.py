@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SPIN did in this process, counted on the host and shown by Prometheus or in the log.
+"""What SPIN did in this process, counted on the host; a line in the log now and then.
 
 A step of a captured graph runs without Python, so nothing here counts inside one: hooks call
 `Counters.step` where the host prepares a step, with figures that follow from lengths alone.
@@ -10,21 +10,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import TYPE_CHECKING
 
 from spin_trtllm.build.memory import human_bytes
-from spin_trtllm.hosts.trtllm.settings import read_settings
-
-if TYPE_CHECKING:
-    from prometheus_client import Metric
-    from prometheus_client.registry import CollectorRegistry
 
 MAX_CAUSES = 32  # a cause is a label, and a label with many values costs a metrics server dearly
 OTHER_CAUSES = "other"
+MISS_BOUNDS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # upper bounds of a row's miss rate
 
 _logger = logging.getLogger("spin_trtllm")
 
@@ -42,7 +37,9 @@ class Snapshot:
         visible_slots: slots that dense scoring would have scored for them.
         probed_slots: slots of the dense top-k that the shadow probe looked for.
         missed_slots: how many of these lay outside the kept blocks.
-        state_bytes: GPU memory of the averages.
+        miss_rows: probed rows by miss rate: one count for each of `MISS_BOUNDS`, up to it and
+            above the one before.
+        state_bytes: GPU memory of the averages and of the buffers of a step.
     """
 
     steps: int = 0
@@ -53,6 +50,7 @@ class Snapshot:
     visible_slots: int = 0
     probed_slots: int = 0
     missed_slots: int = 0
+    miss_rows: tuple[int, ...] = (0,) * len(MISS_BOUNDS)
     state_bytes: int = 0
 
     @property
@@ -64,6 +62,15 @@ class Snapshot:
     def miss(self) -> float | None:
         """Share of the dense top-k that was missed; None before the first probe."""
         return self.missed_slots / self.probed_slots if self.probed_slots else None
+
+
+@dataclass
+class _Periodic:
+    """Something to do every `seconds`; `last`: when it was done."""
+
+    seconds: float
+    action: Callable[[Snapshot], None]
+    last: float
 
 
 class Counters:
@@ -81,9 +88,15 @@ class Counters:
         self._steps = self._sparse = self._cold = 0
         self._kept = self._visible = self._probed = self._missed = self._bytes = 0
         self._dense: Counter[str] = Counter()
-        self._log_seconds = log_seconds
+        self._miss_rows = [0] * len(MISS_BOUNDS)
         self._clock = clock
-        self._last_log = clock()
+        self._periodic: list[_Periodic] = []
+        if log_seconds:
+            self.every(log_seconds, lambda counts: _logger.info("%s", summary(counts)))
+
+    def every(self, seconds: float, action: Callable[[Snapshot], None]) -> None:
+        """Hand the counts to an action every so many seconds, while steps go on."""
+        self._periodic.append(_Periodic(seconds, action, self._clock()))
 
     def step(
         self,
@@ -100,9 +113,9 @@ class Counters:
             self._cold += cold_rows
             self._kept += kept_slots
             self._visible += visible_slots
-            is_due = self._is_due()
-        if is_due:
-            _logger.info("%s", summary(self.snapshot()))
+            due = self._due() if self._periodic else ()
+        for action in due:
+            action(self.snapshot())
 
     def dense(self, cause: str, rows: int = 1) -> None:
         """Count rows that run dense. `cause` is one of few fixed words, never a value or a name."""
@@ -110,11 +123,17 @@ class Counters:
             known = cause in self._dense or len(self._dense) < MAX_CAUSES
             self._dense[cause if known else OTHER_CAUSES] += rows
 
-    def probe(self, *, missed_slots: int, top_k_slots: int) -> None:
-        """Count what a dense scoring found: slots of its top-k, and those that SPIN missed."""
+    def probe(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Count what dense scoring found, row by row.
+
+        Args:
+            rows: slots of its top-k that SPIN missed, and all of them, at least one.
+        """
         with self._lock:
-            self._missed += missed_slots
-            self._probed += top_k_slots
+            for missed, probed in rows:
+                self._missed += missed
+                self._probed += probed
+                self._miss_rows[bisect_left(MISS_BOUNDS, missed / probed)] += 1
 
     def add_state_bytes(self, size_bytes: int) -> None:
         """Count memory that was allocated, or freed if negative."""
@@ -133,79 +152,16 @@ class Counters:
                 visible_slots=self._visible,
                 probed_slots=self._probed,
                 missed_slots=self._missed,
+                miss_rows=tuple(self._miss_rows),
                 state_bytes=self._bytes,
             )
 
-    def _is_due(self) -> bool:
-        if not self._log_seconds:
-            return False
+    def _due(self) -> list[Callable[[Snapshot], None]]:
         now = self._clock()
-        if now - self._last_log < self._log_seconds:
-            return False
-        self._last_log = now
-        return True
-
-
-class Collector:
-    """`Counters` for prometheus_client: read when it is scraped, so counting stays as cheap.
-
-    Whoever serves the process's registry serves these, too; this package opens no port.
-    """
-
-    def __init__(self, counters: Counters) -> None:
-        self._counters = counters
-
-    def collect(self) -> Iterator[Metric]:
-        """All metrics, at their values of now."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        counts = self._counters.snapshot()
-        rows = CounterMetricFamily(
-            "spin_rows", "Rows of decode steps by what SPIN did with them.", labels=["mode"]
-        )
-        for mode, count in (
-            ("sparse", counts.sparse_rows),
-            ("cold", counts.cold_rows),
-            ("dense", sum(counts.dense_rows.values())),
-        ):
-            rows.add_metric([mode], count)
-        yield rows
-        causes = CounterMetricFamily(
-            "spin_dense_rows", "Rows that ran dense for a reason other than cold.", labels=["cause"]
-        )
-        for cause, count in sorted(counts.dense_rows.items()):
-            causes.add_metric([cause], count)
-        yield causes
-        for name, text, count in (
-            ("spin_steps", "Decode steps prepared.", counts.steps),
-            ("spin_kept_slots", "Slots scored for sparse rows.", counts.kept_slots),
-            ("spin_visible_slots", "Slots of sparse rows, scored or not.", counts.visible_slots),
-            ("spin_probed_slots", "Slots of the dense top-k, probed.", counts.probed_slots),
-            ("spin_missed_slots", "Probed slots outside the kept blocks.", counts.missed_slots),
-        ):
-            yield CounterMetricFamily(name, text, value=count)
-        yield GaugeMetricFamily(
-            "spin_state_bytes", "GPU memory of the averages.", value=counts.state_bytes
-        )
-
-
-@cache
-def process_counters() -> Counters:
-    """The counters of this process, shown as its environment asks; made when first asked for."""
-    settings = read_settings()
-    if settings is None:
-        return Counters()
-    counters = Counters(log_seconds=settings.log_seconds)
-    if settings.metrics:
-        export(counters)
-    return counters
-
-
-def export(counters: Counters, registry: CollectorRegistry | None = None) -> None:
-    """Add counters to a Prometheus registry, by default to the process's own."""
-    from prometheus_client import REGISTRY
-
-    (registry or REGISTRY).register(Collector(counters))
+        due = [each for each in self._periodic if now - each.last >= each.seconds]
+        for each in due:
+            each.last = now
+        return [each.action for each in due]
 
 
 def summary(counts: Snapshot) -> str:
@@ -221,6 +177,7 @@ def summary(counts: Snapshot) -> str:
     if counts.realized_sparsity is not None:
         parts.append(f"skipped {counts.realized_sparsity:.1%} of the slots")
     if counts.miss is not None:
-        parts.append(f"missed {counts.miss:.2%} of the dense top-k")
+        rows = sum(counts.miss_rows)
+        parts.append(f"missed {counts.miss:.2%} of the dense top-k of {rows} probed rows")
     parts.append(f"state {human_bytes(counts.state_bytes)}")
     return "SPIN: " + "; ".join(parts)

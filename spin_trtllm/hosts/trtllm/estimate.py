@@ -8,33 +8,57 @@ in the step before; what the union of draft rows keeps beyond one row's budget i
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
+import torch
 
-from spin_trtllm.geometry import PPM, count_blocks
-from spin_trtllm.hosts.trtllm.backend import DecodeEngine
-from spin_trtllm.hosts.trtllm.eligibility import rows_of
+from spin_trtllm.config import SpinConfig
+from spin_trtllm.geometry import block_budget, count_blocks
+from spin_trtllm.hosts.trtllm.sequences import SequenceLanes
 
 
-def step_figures(metadata: Any, engine: DecodeEngine) -> dict[str, int]:
-    """Arguments of `Counters.step` for a step that runs SPIN.
+class StepEstimate:
+    """The budget of every possible length, looked up instead of worked out in each step.
 
-    `kv_cache_params.num_cached_tokens_per_seq` holds the raw tokens before this step, in batch
-    order; padding rows count for nothing.
+    Args:
+        config: `top_k` must be settled.
+        ratio: raw tokens a slot; slots: most slots of a sequence.
     """
-    first, next_n = metadata.num_contexts, rows_of(metadata)
-    cached = metadata.kv_cache_params.num_cached_tokens_per_seq[first : metadata.num_seqs]
-    real, sparse = engine.lanes.is_real, engine.lanes.is_known
-    visible = (np.array(cached, dtype=np.int64)[sparse] + next_n) // engine.shape.ratio
-    size = engine.config.block_size
-    blocks = (visible + (size - 1)) // size
-    kept = blocks - blocks * engine.config.sparsity_ppm // PPM
-    kept = np.minimum(np.maximum(kept, count_blocks(engine.shape.top_k, size)), blocks)
-    rows, all_rows = int(np.count_nonzero(sparse)), int(np.count_nonzero(real))
-    return {
-        "sparse_rows": rows * next_n,
-        "cold_rows": (all_rows - rows) * next_n,
-        "kept_slots": int(np.minimum(kept * size, visible).sum()) * next_n,
-        "visible_slots": int(visible.sum()) * next_n,
-    }
+
+    def __init__(self, config: SpinConfig, *, ratio: int, slots: int) -> None:
+        assert config.top_k is not None
+        self._ratio = ratio
+        visible = torch.arange(slots + 1)
+        budget = block_budget(
+            count_blocks(visible, config.block_size),
+            top_k=config.top_k,
+            block_size_slots=config.block_size,
+            sparsity_ppm=config.sparsity_ppm,
+            exploration_ppm=config.exploration_ppm,
+        )
+        kept = torch.as_tensor(budget.kept_blocks) * config.block_size
+        self._kept_slots = kept.minimum(visible).numpy()
+
+    def figures(
+        self, cached_tokens: Sequence[int], next_n: int, lanes: SequenceLanes
+    ) -> dict[str, int]:
+        """Arguments of `Counters.step` for a step that runs SPIN.
+
+        Args:
+            cached_tokens: of each generation row, before this step; padding counts for nothing.
+            next_n: rows of each request.
+        """
+        rows, all_rows = lanes.known_rows, lanes.real_rows
+        visible = np.fromiter(cached_tokens, np.int64, len(cached_tokens))
+        if rows < len(cached_tokens):
+            visible = visible[lanes.is_known]
+        visible += next_n
+        visible //= self._ratio
+        kept = self._kept_slots.take(visible, mode="clip")
+        return {
+            "sparse_rows": rows * next_n,
+            "cold_rows": (all_rows - rows) * next_n,
+            "kept_slots": int(np.add.reduce(kept)) * next_n,
+            "visible_slots": int(np.add.reduce(visible)) * next_n,
+        }

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -25,8 +26,9 @@ from torch import Tensor
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.hosts.trtllm import eligibility
 from spin_trtllm.hosts.trtllm.backend import DecodeEngine, make_engine, pages_of, read_backend
-from spin_trtllm.hosts.trtllm.counters import Counters, process_counters
-from spin_trtllm.hosts.trtllm.estimate import step_figures
+from spin_trtllm.hosts.trtllm.counters import Counters
+from spin_trtllm.hosts.trtllm.metrics import process_counters
+from spin_trtllm.hosts.trtllm.probe import ShadowProbe
 from spin_trtllm.hosts.trtllm.proxy import (
     captured_scores,
     find_maker,
@@ -64,14 +66,18 @@ def patch(
     config: SpinConfig,
     backend: str | None = None,
     counters: Counters | None = None,
+    *,
+    probe_every: int = 0,
 ) -> list[str]:
     """Hook the indexer of an imported `...sparse.dsa.indexer`, all or nothing.
 
     Args:
         module: the module that defines `Indexer` and imports `TopK`.
         config: `top_k` may be open; the model's own is taken.
-        backend: `auto`, `host` or `fused`; None takes `TLLM_SPIN_BACKEND`.
+        backend: `auto`, `host` or `fused`; None takes `TLLM_SPIN_BACKEND` or the configuration's.
         counters: None takes the process's.
+        probe_every: one in so many of the steps that run in Python is also scored densely, to
+            measure what is missed; 0 for none.
 
     Returns:
         Names of what is hooked; empty if it already was.
@@ -86,7 +92,8 @@ def patch(
         return []
     signatures = {name: _probe(indexer, name, wanted) for name, wanted in METHODS.items()}
     _probe(getattr(module, "TopK", None), "forward", TOP_K_ARGUMENTS, complete=False)
-    host = Host(module, config, backend or read_backend(), counters or process_counters())
+    backend, counters = backend or read_backend(config), counters or process_counters()
+    host = Host(module, config, backend, counters, probe_every)
     decode = _decode_hook(host, indexer.sparse_attn_indexer, signatures["sparse_attn_indexer"])
     prepare = _prepare_hook(host, indexer.prepare, signatures["prepare"])
     _replace(indexer, "sparse_attn_indexer", decode)
@@ -108,9 +115,15 @@ class Host:
     """What the hooks of one module share: configuration, and an engine a KV-cache manager."""
 
     def __init__(
-        self, module: ModuleType, config: SpinConfig, backend: str, counters: Counters
+        self,
+        module: ModuleType,
+        config: SpinConfig,
+        backend: str,
+        counters: Counters,
+        probe_every: int,
     ) -> None:
         self.module, self.config, self.backend, self.counters = module, config, backend, counters
+        self._probe_every = probe_every
         self._engines: WeakKeyDictionary[Any, DecodeEngine | str] = WeakKeyDictionary()
         self._is_off = False
 
@@ -118,13 +131,13 @@ class Host:
         """After the host's own `prepare`: lanes of the rows, and the step's figures."""
         if not hasattr(metadata.kv_cache_manager, "index_head_dim"):
             return  # a draft model's plain cache, for which upstream prepares nothing either
-        if self._is_off:
-            self._count(metadata, "failed")
-            return
-        try:
-            self._prepare(metadata)
-        except Exception as error:
-            self.give_up(error)
+        if not self._is_off:
+            try:
+                self._prepare(metadata)
+                return
+            except Exception as error:
+                self.give_up(error)
+        self._rest(metadata)
 
     def engine(self, metadata: Any) -> DecodeEngine | str:
         """The engine of a metadata's manager, or why there is none."""
@@ -133,28 +146,33 @@ class Host:
         return self._engines.get(metadata.kv_cache_manager, "not_prepared")
 
     def give_up(self, error: Exception) -> None:
-        """Leave everything dense from now on: a host must not fall over its plug-in.
-
-        Graphs that were captured go on with the buffers of their engines, and find no lane there.
-        """
+        """Leave everything dense from now on: a host must not fall over its plug-in."""
         what = f"{type(error).__name__}: {error}"
         _logger.error("SPIN is off, the indexer runs dense: %s", what, exc_info=True)
         self._is_off = True
+
+    def _rest(self, metadata: Any) -> None:
+        """After a failure. Graphs that were captured go on with the buffers of their engines.
+
+        So those must stay, and be empty of lanes when a graph runs: dense, and no trace of it. In
+        each step anew, for the failure may have come while a graph was captured that fills them.
+        """
         for engine in self._engines.values():
             if isinstance(engine, DecodeEngine):
                 engine.lanes.clear()
+        self._count(metadata, "failed")
 
     def _prepare(self, metadata: Any) -> None:
         manager = metadata.kv_cache_manager
-        if manager not in self._engines:
-            self._engines[manager] = self._make(metadata)
-        engine = self._engines[manager]
+        engine = self._engines.get(manager)
+        if engine is None:
+            engine = self._engines[manager] = self._make(metadata)
         if isinstance(engine, str):
             self._count(metadata, engine)
             return
         engine.prepare(metadata)
         cause = engine.obstacle or engine.layer_obstacle
-        self._count(metadata, cause, {} if cause else step_figures(metadata, engine))
+        self._count(metadata, cause, {} if cause else engine.figures(metadata))
 
     def _count(
         self, metadata: Any, cause: str | None, figures: dict[str, int] | None = None
@@ -171,6 +189,8 @@ class Host:
         except HookRefused as refusal:
             _logger.warning("SPIN is off, the indexer runs dense: %s", refusal)
             return "refused"
+        if self._probe_every:
+            engine.probe = ShadowProbe(self._probe_every, len(engine.shape.layers), self.counters)
         size = sum(engine.bytes)
         self.counters.add_state_bytes(size)
         finalize(metadata.kv_cache_manager, self.counters.add_state_bytes, -size)
@@ -226,27 +246,37 @@ class Call:
         schedule(self.maker, self.indexer, context, self.next_n)
         self.arguments["metadata"] = context
 
+    def shadow(self, dense: Callable[[], Tensor]) -> None:
+        """Where this layer is probed, see what the host's own method selects; SPIN goes on alike.
+
+        Args:
+            dense: the call as the host made it, whose output buffer SPIN's run overwrites.
+        """
+        probe, engine = self.engine.probe, self.engine
+        if probe is None or probe.layer != self.index or _is_capturing(self.keys):
+            return
+        try:
+            truth = dense()[self.start : self.start + self.requests * self.next_n]
+            probe.note(truth, engine.step.layer(self.index), engine.config.block_size)
+        except Exception as error:
+            engine.probe = None
+            _logger.warning("SPIN's probe is off: %s: %s", type(error).__name__, error)
+
     def run(self, original: Callable[..., Tensor]) -> Tensor:
         """The layer's selected slots, int32 `[tokens, K]`, in upstream's own output buffer."""
         if self.is_fused:
             return self._run_fused()
-        view = self.engine.step.layer(self.index)
         with captured_scores(self.indexer.top_k) as seen:
             selected = original(*self.bound.args, **self.bound.kwargs)
-        self._keep_scores(seen, view.scores)
-        rows = selected[self.start : self.start + self.requests * self.next_n]
-        to_sequence_slots(rows, view.block_list, self.engine.config.block_size)
-        return selected
-
-    def _keep_scores(self, seen: list[Tensor], scores: Tensor) -> None:
-        """Copy what upstream's top-k saw to where the next step looks for it."""
         rows = self.requests * self.next_n
-        if len(seen) != 1 or seen[0].dtype != torch.float32 or seen[0].shape[0] != rows:
-            self.engine.disown(self.index, self.requests)  # cold next time, and right until then
-            return
-        width = min(seen[0].shape[1], scores.shape[2])
-        source = seen[0].unflatten(0, (self.requests, self.next_n))
-        scores[:, : self.next_n, :width].copy_(source[..., :width])
+        columns = selected[self.start : self.start + rows]
+        if len(seen) == 1 and seen[0].dtype == torch.float32 and seen[0].shape[0] == rows:
+            self.engine.step.adopt(self.index, seen[0], columns)
+        else:  # right all the same, and cold next time
+            self.engine.step.disown(self.index)
+            view = self.engine.step.layer(self.index)
+            to_sequence_slots(columns, view.block_list, self.engine.config.block_size)
+        return selected
 
     def _run_fused(self) -> Tensor:
         """This package's kernels, into the buffer that upstream would have used."""
@@ -271,14 +301,27 @@ class Call:
         return selected
 
 
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _decode_hook(
     host: Host, original: Callable[..., Tensor], signature: inspect.Signature
 ) -> Callable[..., Tensor]:
     def sparse_attn_indexer(*args: Any, **kwargs: Any) -> Tensor:
+        dense = partial(original, *args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         call = _open_call(host, bound)
-        return original(*args, **kwargs) if call is None else call.run(original)
+        if call is None:
+            return dense()
+        try:
+            call.shadow(dense)
+            return call.run(original)
+        except Exception as error:
+            selected = dense()  # raises if it is the host's own failure
+            host.give_up(error)
+            return selected
 
     return sparse_attn_indexer
 
@@ -307,9 +350,11 @@ def _open_call(host: Host, bound: inspect.BoundArguments) -> Call | None:
 def _prepare_hook(
     host: Host, original: Callable[..., None], signature: inspect.Signature
 ) -> Callable[..., None]:
+    place = list(signature.parameters).index("metadata")
+
     def prepare(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        host.prepare(signature.bind(*args, **kwargs).arguments["metadata"])
+        host.prepare(args[place] if place < len(args) else kwargs["metadata"])
 
     return prepare
 

@@ -6,27 +6,34 @@ joins or is suspended. Nor does it belong to the slot of the KV-cache manager's 
 one has spare slots for requests that wait, older managers have none, and a recycled slot would have
 to be checked against the request id anyway. A map from id to lane with as many lanes as a batch has
 rows always finds room, since whoever is not in the batch can give way: he comes back cold.
+
+This runs in every step on the host's critical path, so it does in Python only what changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 
 import numpy as np
-import torch
 
 from spin_trtllm.gpu_step import NO_LANE
-from spin_trtllm.reference.select_blocks import as_int64
+from spin_trtllm.hosts.trtllm.staging import StagedTable
 from spin_trtllm.state import SpinState
 
 # `llm_request.py`: CUDA_GRAPH_DUMMY_REQUEST_ID is 2**64 - 1, less the draft length and, in newer
-# releases, more; guard pages take ids near it, too. Real ids count up from the batch size.
+# releases, more; guard pages take ids near it, too.
 FIRST_DUMMY = 2**64 - 2**32
 
 
-def is_dummy(request_id: int) -> bool:
-    """Whether a request only pads: attention-DP's 0, or one of the ids just below 2**64."""
-    return not 0 < request_id < FIRST_DUMMY
+def is_dummy(request_id: int, first_real: int = 1) -> bool:
+    """Whether a request only pads or warms up.
+
+    Padding has attention-DP's id 0, or one of the ids just below 2**64. Warm-up forwards count
+    theirs from 0, one a row. Real ids count up from `first_real`, the largest batch
+    (`ExecutorRequestQueue.next_request_id`), or are the large ones of disaggregated serving.
+    """
+    return not first_real <= request_id < FIRST_DUMMY
 
 
 class SequenceLanes:
@@ -36,20 +43,23 @@ class SequenceLanes:
         lanes: int64 `[sequences]`, lane of each generation row, `NO_LANE` for padding; one fixed
             buffer that every captured graph of the KV-cache manager reads.
         ids: int64 `[sequences]`, request id of each generation row (unsigned ids wrap).
-        is_real: bool `[G]`, rows that are no dummies.
-        is_known: bool `[G]`, real rows that were in the step before, too: what the counters call
-            sparse. The device decides by positions, and may find such a row cold.
+        is_known: bool `[G]`, rows that had a lane before this step: what the counters call sparse.
+            The device decides by positions, and may find such a row cold.
+        known_rows: how many these are; real_rows: rows that are no dummies.
     """
 
     def __init__(self, state: SpinState, sequences: int) -> None:
         self.state, self.sequences = state, sequences
-        self._table = torch.zeros(2, sequences, dtype=torch.int64, device=state.device)
-        self._table[0] = NO_LANE
-        self.lanes, self.ids = self._table[0], self._table[1]
-        self._recent: dict[int, int] = {}  # lane of each id, least recently used first
-        self._rows: tuple[int, ...] = ()  # of the last step
-        self._is_sent = False  # whether the device holds them
-        self.is_real = self.is_known = np.zeros(0, dtype=bool)
+        self._sent = StagedTable(2, sequences, NO_LANE, state.device)
+        self.lanes, self.ids = self._sent.table[0], self._sent.table[1]
+        self._lane_of: dict[int, int] = {}
+        self._owner = [0] * state.sequences  # request id of each lane that is taken
+        self._clock = 0
+        # When each lane was last in a batch; one entry more, for rows at NO_LANE, the last index.
+        self._used = np.zeros(state.sequences + 1, dtype=np.int64)
+        self._rows: list[int] | None = None  # what the device holds
+        self.is_known = self._has_lane = np.zeros(0, dtype=bool)
+        self.known_rows = self.real_rows = 0
 
     def place(self, context_ids: Sequence[int], generation_ids: Sequence[int]) -> bool:
         """Refresh the device's table for a step; eager, once a step.
@@ -64,48 +74,58 @@ class SequenceLanes:
         """
         for request_id in context_ids:
             self.forget(request_id)
-        rows = tuple(generation_ids)
-        if rows == self._rows and self._is_sent:
-            self.is_known = self.is_real
+        rows = list(generation_ids)
+        if rows == self._rows:
+            self.is_known, self.known_rows = self._has_lane, self.real_rows
             return True
-        real = [i for i in rows if 0 < i < FIRST_DUMMY]
-        if len(rows) > self.sequences or len(set(real)) != len(real):
+        if len(rows) > self.sequences or self._repeats(rows):
             self.clear()
             return False
-        before, now = self._recent.keys() & self._rows, set(real)
-        self.is_real = np.array([i in now for i in rows], dtype=bool)
-        self.is_known = np.array([i in before for i in rows], dtype=bool)
-        self._seat(real)
-        self._send(rows)
+        lanes = np.fromiter(map(self._lane_of.get, rows, repeat(NO_LANE)), np.int64, len(rows))
+        self.is_known = self._has_lane = lanes != NO_LANE
+        self.known_rows = self.real_rows = int(np.count_nonzero(self.is_known))
+        self._clock += 1
+        self._used[lanes] = self._clock
+        if self.known_rows < len(rows):
+            self._seat(rows, lanes)
+            self._has_lane = lanes != NO_LANE
+            self.real_rows = int(np.count_nonzero(self._has_lane))
+        self._send(rows, lanes)
         return True
 
     def clear(self) -> None:
         """Leave no row a lane until the next `place`."""
         self.lanes.fill_(NO_LANE)
-        self._is_sent = False
+        self._rows = None
 
     def forget(self, request_id: int) -> None:
         """Free the lane of a request: its next step is cold. Unknown requests are ignored."""
-        if request_id in self._recent:
-            del self._recent[request_id]
+        lane = self._lane_of.pop(request_id, None)
+        if lane is not None:
             self.state.release(request_id)
-            self._is_sent = False
+            self._rows = None
 
-    def _seat(self, request_ids: Sequence[int]) -> None:
-        """Give each of these a lane, in the place of who waited longest if there is none left."""
-        for request_id in request_ids:
-            lane = self._recent.pop(request_id, NO_LANE)
-            self._recent[request_id] = lane
-        while len(self._recent) > self.state.sequences:
-            self.forget(next(iter(self._recent)))
-        for request_id in request_ids:
-            if self._recent[request_id] == NO_LANE:
-                self._recent[request_id] = self.state.lanes([request_id])[0]
+    def _repeats(self, rows: list[int]) -> bool:
+        """Whether a row other than a dummy is there twice."""
+        if len(set(rows)) == len(rows):
+            return False
+        real = [i for i in rows if not is_dummy(i, self.sequences)]
+        return len(set(real)) != len(real)
 
-    def _send(self, rows: tuple[int, ...]) -> None:
-        """Copy lanes and ids; pinned memory is fresh, for the device may still read the last."""
-        seats = [self._recent.get(i, NO_LANE) for i in rows]
-        entries = [seats, rows if max(rows, default=0) < 2**63 else [as_int64(i) for i in rows]]
-        fresh = torch.tensor(entries, dtype=torch.int64, pin_memory=self._table.is_cuda)
-        self._table[:, : len(rows)].copy_(fresh, non_blocking=True)
-        self._rows, self._is_sent = rows, True
+    def _seat(self, rows: list[int], lanes: np.ndarray) -> None:
+        """Give rows without a lane one, in the place of who waited longest if none is left."""
+        for row in np.flatnonzero(lanes == NO_LANE).tolist():
+            if is_dummy(rows[row], self.sequences):
+                continue
+            if len(self._lane_of) == self.state.sequences:
+                self.forget(self._owner[int(self._used[:-1].argmin())])
+            lane = self.state.lanes([rows[row]])[0]
+            self._lane_of[rows[row]] = lanes[row] = lane
+            self._owner[lane], self._used[lane] = rows[row], self._clock
+
+    def _send(self, rows: list[int], lanes: np.ndarray) -> None:
+        table = self._sent.open()
+        table[0, : len(rows)] = lanes
+        table.view(np.uint64)[1, : len(rows)] = rows
+        self._sent.send()
+        self._rows = rows

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooking the stand-in, and what tests of the hooks ask of a batch."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import hook_standin
+from hook_batch import HostBatch
+from hook_witness import Witness, engine_behind
+
+from spin_trtllm.config import SpinConfig
+from spin_trtllm.hosts.trtllm import indexer as hooks
+from spin_trtllm.hosts.trtllm.backend import DecodeEngine
+from spin_trtllm.hosts.trtllm.counters import Counters
+
+SMALL = {"block_size": 8, "target_sparsity": 0.6, "exploration": 0.2, "seed": 5}
+
+
+def hook(config: dict[str, Any], backend: str = "host", probe_every: int = 0) -> Counters:
+    """Hook the stand-in."""
+    counters = Counters()
+    spin = SpinConfig.from_dict(config)
+    hooks.patch(hook_standin.module(), spin, backend, counters, probe_every=probe_every)
+    return counters
+
+
+def module_with(indexer: type | None, top_k: Any = hook_standin.TopK) -> ModuleType:
+    """A module as another version of the host might define it."""
+    changed = ModuleType("changed.dsa.indexer")
+    for name, value in (("Indexer", indexer), ("TopK", top_k)):
+        if value is not None:
+            setattr(changed, name, value)
+    return changed
+
+
+def engine_of(batch: HostBatch) -> DecodeEngine:
+    """The engine behind a batch."""
+    return engine_behind(hook_standin.Indexer, batch.metadata)
+
+
+def witness_of(batch: HostBatch, config: dict[str, Any]) -> Witness:
+    """A witness of a batch that has not stepped yet."""
+    capacity = batch.manager.max_batch_size
+    return Witness(batch.layers, batch.ratio, batch.top_k, batch.slots, capacity, config)
+
+
+def ready(**options: Any) -> HostBatch:
+    """A batch that has taken a step."""
+    batch = HostBatch(0, **options)
+    batch.step([batch.join(50)])
+    return batch
+
+
+def kept(batch: HostBatch, row: int = 0) -> float:
+    """Share of a row's blocks that the last step kept in the first layer."""
+    view = engine_of(batch).step.layer(0)
+    return int(view.block_count[row]) / -(-int(view.visible_slots[row]) // 8)

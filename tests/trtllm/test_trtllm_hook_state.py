@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose state is it: lanes through joins, ends, waits, other pages and other rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hook_standin
+from hook_batch import GRAPH_DUMMY, HostBatch
+from hook_helpers import SMALL, engine_of, hook, kept, witness_of
+from hook_witness import Witness
+
+
+def checked(batch: HostBatch) -> tuple[Any, Witness]:
+    """A function that runs steps under the witness, and the witness."""
+    witness = witness_of(batch, SMALL)
+
+    def step(rows: list[int], **options: Any) -> Any:
+        done = batch.step(rows, **options)
+        witness.check(done, engine_of(batch))
+        return done
+
+    return step, witness
+
+
+def test_a_recycled_lane_is_cold() -> None:
+    batch = HostBatch(1, max_batch_size=1)
+    hook(SMALL)
+    step, _ = checked(batch)
+    first = batch.join(600)
+    for _ in range(4):
+        step([first])
+    assert kept(batch) < 0.6
+    batch.finish(first)
+    second = batch.join(604)  # goes on exactly where the other stopped
+    step([second])
+    assert kept(batch) == 1
+    assert engine_of(batch).lanes.state._lane_of == {second: 0}
+
+
+def test_a_sequence_whose_prefill_was_elsewhere_or_cached_starts_cold() -> None:
+    batch = HostBatch(1)
+    hook(SMALL)
+    step, _ = checked(batch)
+    old, new = batch.join(500), batch.join(550)
+    step([old])
+    step([old])
+    step([old, new])
+    assert kept(batch, 0) < 0.6
+    assert kept(batch, 1) == 1
+
+
+def test_a_request_that_prefills_again_is_cold_even_if_it_seems_to_go_on() -> None:
+    batch = HostBatch(1)
+    hook(SMALL)
+    step, _ = checked(batch)
+    number = batch.join(500)
+    for _ in range(3):
+        step([number])
+    batch.requests[number].tokens -= 2
+    step([GRAPH_DUMMY], contexts=[number])  # recomputes its last tokens
+    step([number])
+    assert kept(batch) == 1
+
+
+def test_a_suspended_sequence_comes_back_warm_on_other_pages() -> None:
+    batch = HostBatch(1)
+    hook(SMALL)
+    step, _ = checked(batch)
+    waits, goes = batch.join(500), batch.join(550)
+    for _ in range(3):
+        step([waits, goes])
+    step([goes])
+    batch.move(waits)
+    step([goes, waits])
+    assert max(kept(batch, 0), kept(batch, 1)) < 0.6
+
+
+def test_a_step_with_prefills_keeps_the_decoding_rows_warm() -> None:
+    batch = HostBatch(1)
+    hook(SMALL)
+    step, _ = checked(batch)
+    number = batch.join(500)
+    step([number])
+    step([number])
+    step([number], contexts=[batch.join(20)])
+    assert kept(batch) < 0.6
+
+
+def test_metadata_objects_of_one_manager_share_lanes() -> None:
+    batch = HostBatch(1)
+    hook(SMALL)
+    step, _ = checked(batch)
+    number = batch.join(500)
+    other = hook_standin.Metadata(
+        batch.manager, ratio=4, top_k=8, drafts=0, buffers=batch.metadata.cuda_graph_buffers
+    )
+    for _ in range(3):
+        step([number])
+        batch.metadata, other = other, batch.metadata
+    step([number])
+    assert kept(batch) < 0.6
+
+
+def test_ids_beyond_63_bits_are_sequences_like_any() -> None:
+    batch = HostBatch(1)
+    hook(SMALL)
+    step, _ = checked(batch)
+    number = batch.join(500, 2**63 + 5)
+    for _ in range(3):
+        step([number])
+    assert kept(batch) < 0.6
