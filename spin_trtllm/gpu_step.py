@@ -139,9 +139,15 @@ class GpuStep:
         inputs = (lanes.contiguous(), sequence_ids.contiguous(), positions_tokens.contiguous())
         self._launch(*inputs, page_table, tenants)
 
-    def layer(self, index: int) -> LayerView:
-        """Views for layer `index` (0-based among the indexer layers) of the current step."""
-        here = self._entries(index)
+    def layer(self, index: int, sequences: int | None = None) -> LayerView:
+        """Views for layer `index` (0-based among the indexer layers) of the current step.
+
+        Args:
+            sequences: of the step; None for those of the last `begin`. A replayed graph has as
+                many as it had when it was captured.
+        """
+        live = self._live if sequences is None else sequences
+        here = slice(index * live, (index + 1) * live)
         return LayerView(
             block_list=self.block_list[here],
             block_count=self.block_count[here],

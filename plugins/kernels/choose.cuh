@@ -7,6 +7,8 @@
 // added to, so the result does not depend on the order in which threads arrive.
 #pragma once
 
+#include <type_traits>
+
 #include "device.cuh"
 
 namespace spin {
@@ -56,16 +58,16 @@ struct Range {
 template <int kThreads>
 struct Bins {
     static constexpr int kEach = kBins / kThreads;
-    static_assert(kEach == 2 || kEach == 4, "two or four bins a thread");
-    uint32_t counts[kEach];
+    static_assert(kEach % 2 == 0, "pairs of bins");
+    alignas(16) uint32_t counts[kEach];
 
     __device__ __forceinline__ void load(const uint32_t* bins, int place) {
-        if constexpr (kEach == 4) {
-            const uint4 c = reinterpret_cast<const uint4*>(bins)[place];
-            counts[0] = c.x, counts[1] = c.y, counts[2] = c.z, counts[3] = c.w;
-        } else {
-            const uint2 c = reinterpret_cast<const uint2*>(bins)[place];
-            counts[0] = c.x, counts[1] = c.y;
+        using Access = std::conditional_t<kEach % 4 == 0, uint4, uint2>;
+        constexpr int kAccesses = kEach * sizeof(uint32_t) / sizeof(Access);
+#pragma unroll
+        for (int n = 0; n < kAccesses; ++n) {
+            reinterpret_cast<Access*>(counts)[n] =
+                reinterpret_cast<const Access*>(bins)[place * kAccesses + n];
         }
     }
     __device__ __forceinline__ void add(const Bins& other) {
@@ -86,10 +88,8 @@ struct Bins {
 
 template <int kThreads>
 __device__ __forceinline__ void clear_bins(ChooseScratch<kThreads>& s) {
-    if constexpr (kBins / kThreads == 4) {
-        reinterpret_cast<uint4*>(s.bins)[threadIdx.x] = make_uint4(0, 0, 0, 0);
-    } else {
-        reinterpret_cast<uint2*>(s.bins)[threadIdx.x] = make_uint2(0, 0);
+    for (int i = threadIdx.x; i < kBins / 4; i += kThreads) {
+        reinterpret_cast<uint4*>(s.bins)[i] = make_uint4(0, 0, 0, 0);
     }
 }
 

@@ -10,7 +10,7 @@
 namespace spin {
 namespace {
 
-constexpr int kFewThreads = 256, kManyThreads = 512;
+constexpr int kLeastThreads = 128, kFewThreads = 256, kManyThreads = 512;
 constexpr int kMaxBlocks = kManyThreads * 32;
 constexpr int64_t kPpm = 1000000;
 
@@ -206,7 +206,7 @@ __device__ __forceinline__ void write_entry(const SpinSelectBlocksParams& p, Sha
 }
 
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
+__global__ void __launch_bounds__(kThreads, 1280 / kThreads)
     select_entries(const SpinSelectBlocksParams p) {
     extern __shared__ uint4 memory[];
     Shared<kThreads>& s = *reinterpret_cast<Shared<kThreads>*>(memory);
@@ -321,6 +321,10 @@ extern "C" int spin_select_blocks(const SpinSelectBlocksParams* p, cudaStream_t 
     const size_t padded = static_cast<size_t>(p->blocks + 31) / 32 * 32;
     const size_t keys = 2 * padded * sizeof(uint32_t);
     const dim3 blocks(static_cast<unsigned>(p->entries));
+    // Many entries: what counts is how many are under way, not how long one takes.
+    if (p->blocks <= kLeastThreads * 32 && p->entries > 1024)
+        return launch(select_entries<kLeastThreads>, blocks, kLeastThreads,
+                      sizeof(Shared<kLeastThreads>) + keys, 1, stream, *p);
     if (p->blocks <= kFewThreads * 32)
         return launch(select_entries<kFewThreads>, blocks, kFewThreads,
                       sizeof(Shared<kFewThreads>) + keys, 1, stream, *p);

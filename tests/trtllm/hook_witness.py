@@ -51,16 +51,16 @@ class Witness:
 
     def check(self, step: Step, engine: DecodeEngine) -> None:
         """Run the model through the same step and compare all that shows."""
-        state = engine.lanes.state
-        self.forget({*step.contexts, *(self.model.sequence_ids - set(state._lane_of))})
+        lane_of = engine.lanes.lane_of
+        self.forget({*step.contexts, *(self.model.sequence_ids - lane_of.keys())})
         ids = model_ids(step.rows)
-        assert all(i is None or i in state._lane_of for i in ids)
+        assert all(i is None or i in lane_of for i in ids)
         positions = [list(range(p, p + step.next_n)) for p in step.starts]
         entries = self.model.plan(
             self.layers, ids, positions, step.scores.reshape(-1, *step.scores.shape[2:])
         )
         for index in range(len(self.layers)):
-            view = engine.step.layer(index)
+            view = engine.step.layer(index, len(ids))
             for s in range(len(ids)):
                 record = entries[index * len(ids) + s].record
                 kept = [j for j in view.block_list[s].tolist() if j >= 0]
@@ -83,11 +83,10 @@ class Witness:
             self.model.release(number)
 
     def _check_state(self, engine: DecodeEngine) -> None:
-        state = engine.lanes.state
-        held = {number: state.export(number) for number in self.model.sequence_ids}
+        state, lane_of = engine.step.state, engine.lanes.lane_of
+        held = {number: state._read(lane_of[number]) for number in self.model.sequence_ids}
         for (number, layer), track in self.model.tracks.items():
             index, own = self.layers.index(layer), held[number]
-            assert own is not None
             assert bool(own["warm"][index]) == track.oracle.warm
             assert int(own["next_tokens"][index]) == track.next_tokens
             assert own["v"][index].tolist() == [float(x) for x in track.oracle.v[0]]

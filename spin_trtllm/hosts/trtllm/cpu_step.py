@@ -98,9 +98,10 @@ class CpuStep:
         self._owned = [True] * self.layers
         self._publish(page_table)
 
-    def layer(self, index: int) -> LayerView:
-        """Views of layer `index` of the current step."""
-        here = slice(index * self._live, (index + 1) * self._live)
+    def layer(self, index: int, sequences: int | None = None) -> LayerView:
+        """Views of layer `index` of the current step; see `GpuStep.layer`."""
+        live = self._live if sequences is None else sequences
+        here = slice(index * live, (index + 1) * live)
         return LayerView(
             block_list=self.block_list[here],
             block_count=self.block_count[here],
