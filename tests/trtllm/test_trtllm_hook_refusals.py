@@ -185,7 +185,7 @@ def test_a_layer_that_drops_out_of_a_step_is_cold_in_the_next_and_the_others_are
     batch.step([number])
     batch.indexers[1]._enable_heuristic_topk = False
     batch.step([number])
-    state = engine_of(batch).lanes.state
+    state = engine_of(batch).step.state
     assert state.warm[:, 0].tolist() == [True, False]
 
 
@@ -218,7 +218,7 @@ def test_scores_that_do_not_fit_are_not_learned_from() -> None:
     finally:
         hook_standin.paged_logits = rows
     batch.step([number])
-    assert not engine.lanes.state.warm.any()
+    assert not engine.step.state.warm.any()
 
 
 def test_a_step_too_small_to_gain_is_left_alone_unless_a_backend_is_asked_for(

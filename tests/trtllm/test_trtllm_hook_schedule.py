@@ -88,7 +88,7 @@ def test_dummies_and_padding_have_no_lane_and_touch_none() -> None:
         batch.step([*[2**64 - 1 - t % 3] * 2, number, 0])
         engine = engine_of(batch)
         assert engine.lanes.lanes[:4].tolist() == [NO_LANE, NO_LANE, 0, NO_LANE]
-        state = engine.lanes.state
+        state = engine.step.state
         assert not state.warm[:, 1:].any()
         assert not state.v[:, 1:-1].any()
     assert bool(state.warm[:, 0].all())
@@ -100,7 +100,7 @@ def test_two_ranks_agree_bit_for_bit() -> None:
     for _ in range(40):
         a, b = first.random_step(), second.random_step()
         assert a.selected.equal(b.selected)
-        one, two = engine_of(first).lanes.state, engine_of(second).lanes.state
+        one, two = engine_of(first).step.state, engine_of(second).step.state
         assert one.v.equal(two.v)
         assert one.d.equal(two.d)
         assert one.warm.equal(two.warm)

@@ -13,14 +13,13 @@ from spin_trtllm.geometry import block_budget
 from spin_trtllm.gpu_step import NO_LANE
 from spin_trtllm.hosts.trtllm.estimate import StepEstimate
 from spin_trtllm.hosts.trtllm.sequences import SequenceLanes, is_dummy
-from spin_trtllm.state import SpinState
 
 LANES = 4
 PADDING = 2**64 - 1
 
 
 def lanes_of(sequences: int = LANES) -> SequenceLanes:
-    return SequenceLanes(SpinState([2], sequences=sequences, slots=8), sequences)
+    return SequenceLanes(sequences, torch.device("cpu"))
 
 
 def seats(lanes: SequenceLanes, rows: list[int]) -> list[int]:
@@ -51,6 +50,7 @@ def test_random_batches_equal_a_dictionary() -> None:
     seated: dict[int, int] = {}  # lane of each id
     used: dict[int, int] = {}  # step in which each id was last in a batch
     rows: list[int] = []
+    tenancies: dict[int, int] = {}  # of each id, since it got its lane
     for t in range(3000):
         known = [i for i in seated if rng.random() < 0.6]
         contexts = [i for i in known if rng.random() < 0.03]
@@ -68,7 +68,7 @@ def test_random_batches_equal_a_dictionary() -> None:
         assert (lanes.known_rows, lanes.real_rows) == (sum(i in before for i in rows), len(real))
         now = dict(zip(rows, seats(lanes, rows), strict=True))
         assert all(now[i] == NO_LANE for i in rows if is_dummy(i, LANES))
-        seated = dict(lanes.state._lane_of)
+        seated = dict(lanes.lane_of)
         assert len({*seated.values()} - {NO_LANE}) == len(seated)
         assert all(seated[i] == now[i] for i in real)
         gone = before.keys() - seated.keys()
@@ -77,6 +77,12 @@ def test_random_batches_equal_a_dictionary() -> None:
         assert len(gone) == max(0, len(before.keys() | set(real)) - LANES)
         assert all(used[i] <= used[j] for i in gone for j in waiting)
         used.update(dict.fromkeys(real, t))
+        now = dict(zip(rows, lanes.tenants[: len(rows)].tolist(), strict=True))
+        assert all(now[i] == tenancies[i] for i in real if i in before)
+        fresh = [now[i] for i in real if i not in before]
+        assert all(tenancy > max(tenancies.values(), default=0) for tenancy in fresh)
+        assert len(set(fresh)) == len(fresh)
+        tenancies.update((i, now[i]) for i in real)
 
 
 @pytest.mark.parametrize("rows", [[7, 7], [7, PADDING, 7], [4, 5, 6, 7, 8]])

@@ -35,7 +35,7 @@ def test_a_recycled_lane_is_cold() -> None:
     second = batch.join(604)  # goes on exactly where the other stopped
     step([second])
     assert kept(batch) == 1
-    assert engine_of(batch).lanes.state._lane_of == {second: 0}
+    assert engine_of(batch).lanes.lane_of == {second: 0}
 
 
 def test_a_sequence_whose_prefill_was_elsewhere_or_cached_starts_cold() -> None:

@@ -159,7 +159,7 @@ class DecodeEngine:
             raise HookRefused(f"top_k: got {config.top_k}, the model selects {shape.top_k}")
         self.shape, self.config = shape, config
         self.step = _make_step(shape, config)
-        self.lanes = SequenceLanes(self.step.state, shape.sequences)
+        self.lanes = SequenceLanes(shape.sequences, shape.device)
         self.estimate = StepEstimate(config, ratio=shape.ratio, slots=shape.slots)
         self.twins = Twins()
         self.fused = _prefers_fused(backend, shape.device)
@@ -230,6 +230,7 @@ class DecodeEngine:
             self.lanes.ids[:requests],
             positions,
             metadata.indexer_k_cache_block_offsets[part],
+            self.lanes.tenants[:requests],
         )
         entries = self.step.layers * requests
         skipped = self.step.visible_slots[:entries] - self.step.kept_slots[:entries]

@@ -7,6 +7,9 @@ one has spare slots for requests that wait, older managers have none, and a recy
 to be checked against the request id anyway. A map from id to lane with as many lanes as a batch has
 rows always finds room, since whoever is not in the batch can give way: he comes back cold.
 
+What a lane holds of an earlier owner is not cleared here, for that would be launches: a *tenancy*,
+a number that no two owners share, goes to the device with the lane, and is compared there.
+
 This runs in every step on the host's critical path, so it does in Python only what changed.
 """
 
@@ -16,10 +19,10 @@ from collections.abc import Sequence
 from itertools import repeat
 
 import numpy as np
+import torch
 
 from spin_trtllm.gpu_step import NO_LANE
 from spin_trtllm.hosts.trtllm.staging import StagedTable
-from spin_trtllm.state import SpinState
 
 # `llm_request.py`: CUDA_GRAPH_DUMMY_REQUEST_ID is 2**64 - 1, less the draft length and, in newer
 # releases, more; guard pages take ids near it, too.
@@ -39,24 +42,33 @@ def is_dummy(request_id: int, first_real: int = 1) -> bool:
 class SequenceLanes:
     """Hands out the lanes of a state and keeps the device's copy of who sits where.
 
+    Args:
+        sequences: lanes, and most rows of a batch.
+
     Attributes:
         lanes: int64 `[sequences]`, lane of each generation row, `NO_LANE` for padding; one fixed
             buffer that every captured graph of the KV-cache manager reads.
         ids: int64 `[sequences]`, request id of each generation row (unsigned ids wrap).
+        tenants: int64 `[sequences]`, tenancy of each generation row.
+        lane_of: lane of each request that has one.
         is_known: bool `[G]`, rows that had a lane before this step: what the counters call sparse.
             The device decides by positions, and may find such a row cold.
         known_rows: how many these are; real_rows: rows that are no dummies.
     """
 
-    def __init__(self, state: SpinState, sequences: int) -> None:
-        self.state, self.sequences = state, sequences
-        self._sent = StagedTable(2, sequences, NO_LANE, state.device)
-        self.lanes, self.ids = self._sent.table[0], self._sent.table[1]
-        self._lane_of: dict[int, int] = {}
-        self._owner = [0] * state.sequences  # request id of each lane that is taken
+    def __init__(self, sequences: int, device: torch.device) -> None:
+        self.sequences = sequences
+        self._sent = StagedTable(3, sequences, NO_LANE, device)
+        self.lanes, self.ids, self.tenants = self._sent.table.unbind()
+        self.lane_of: dict[int, int] = {}
+        self._free = list(range(sequences))[::-1]
+        self._owner = [0] * sequences  # request id of each lane that is taken
         self._clock = 0
-        # When each lane was last in a batch; one entry more, for rows at NO_LANE, the last index.
-        self._used = np.zeros(state.sequences + 1, dtype=np.int64)
+        # Of each lane, and of one more for rows at NO_LANE, which is the last index: when it was
+        # last in a batch, and its owner's tenancy.
+        self._used = np.zeros(sequences + 1, dtype=np.int64)
+        self._tenancy = np.zeros(sequences + 1, dtype=np.int64)
+        self._tenancies = 0
         self._rows: list[int] | None = None  # what the device holds
         self.is_known = self._has_lane = np.zeros(0, dtype=bool)
         self.known_rows = self.real_rows = 0
@@ -81,7 +93,7 @@ class SequenceLanes:
         if len(rows) > self.sequences or self._repeats(rows):
             self.clear()
             return False
-        lanes = np.fromiter(map(self._lane_of.get, rows, repeat(NO_LANE)), np.int64, len(rows))
+        lanes = np.fromiter(map(self.lane_of.get, rows, repeat(NO_LANE)), np.int64, len(rows))
         self.is_known = self._has_lane = lanes != NO_LANE
         self.known_rows = self.real_rows = int(np.count_nonzero(self.is_known))
         self._clock += 1
@@ -100,9 +112,9 @@ class SequenceLanes:
 
     def forget(self, request_id: int) -> None:
         """Free the lane of a request: its next step is cold. Unknown requests are ignored."""
-        lane = self._lane_of.pop(request_id, None)
+        lane = self.lane_of.pop(request_id, None)
         if lane is not None:
-            self.state.release(request_id)
+            self._free.append(lane)
             self._rows = None
 
     def _repeats(self, rows: list[int]) -> bool:
@@ -115,17 +127,21 @@ class SequenceLanes:
     def _seat(self, rows: list[int], lanes: np.ndarray) -> None:
         """Give rows without a lane one, in the place of who waited longest if none is left."""
         for row in np.flatnonzero(lanes == NO_LANE).tolist():
-            if is_dummy(rows[row], self.sequences):
+            request_id = rows[row]
+            if is_dummy(request_id, self.sequences):
                 continue
-            if len(self._lane_of) == self.state.sequences:
+            if not self._free:
                 self.forget(self._owner[int(self._used[:-1].argmin())])
-            lane = self.state.lanes([rows[row]])[0]
-            self._lane_of[rows[row]] = lanes[row] = lane
-            self._owner[lane], self._used[lane] = rows[row], self._clock
+            lane = self._free.pop()
+            self._tenancies += 1
+            self.lane_of[request_id] = lanes[row] = lane
+            self._owner[lane], self._used[lane] = request_id, self._clock
+            self._tenancy[lane] = self._tenancies
 
     def _send(self, rows: list[int], lanes: np.ndarray) -> None:
         table = self._sent.open()
         table[0, : len(rows)] = lanes
         table.view(np.uint64)[1, : len(rows)] = rows
+        table[2, : len(rows)] = self._tenancy[lanes]
         self._sent.send()
         self._rows = rows
