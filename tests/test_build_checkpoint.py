@@ -24,10 +24,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spin_trtllm.build.checkpoint import IndexerGeometry, read_checkpoint
-from spin_trtllm.build.memory import human_bytes, state_memory
+from spin_trtllm.build.memory import human_bytes, spin_memory
 from spin_trtllm.build.target import choose_target, indexer_key_bytes, parse_sm
 from spin_trtllm.config import SpinConfig, preset
 from spin_trtllm.errors import SpinError
+from spin_trtllm.gpu_state import GpuState
+from spin_trtllm.gpu_step import GpuStep
 
 
 @pytest.mark.parametrize("spelled", [dict, spelled_by_type])
@@ -197,25 +199,41 @@ def test_whatever_bytes_a_config_has_it_is_read_or_refused(tmp_path: Path, conte
 
 def test_memory_of_flash_at_a_million_tokens() -> None:
     geometry = IndexerGeometry(tuple(range(2, 43, 2)), 4, 64, 128, 512)
-    sizes = {"max_batch_size": 3, "max_seq_len": 2**20, "state_dtype": torch.bfloat16}
-    found = state_memory(geometry, key_dtype="fp8", **sizes)
-    # 21 layers x (V of 262144 and D of 262145 in bf16, one flag, one 8-byte position)
-    lane = 21 * ((262144 + 262145) * 2 + 1 + 8)
-    assert found.per_sequence_bytes == lane
-    assert found.total_bytes == 4 * lane  # one lane more for padding rows
+    config = SpinConfig(top_k=512, state_dtype="bf16")
+    sizes = {"max_batch_size": 3, "max_seq_len": 2**20}
+    found = spin_memory(geometry, config, key_dtype="fp8", **sizes)
+    # 21 layers x (V and D of 262208 in bf16, each on lines of its own, and a few bytes of books)
+    lane = 21 * 2 * 262208 * 2
+    assert lane < found.per_sequence_bytes < lane + 21 * 64
+    assert found.state_bytes == 4 * found.per_sequence_bytes  # one lane more for padding rows
+    assert found.total_bytes == found.state_bytes + found.buffer_bytes
+    scores = (21 * 4 + 3) * 262144 * 4  # of every lane, and of three rows that have none
+    assert scores < found.draft_bytes < found.buffer_bytes < 2 * scores
     assert found.share_of_indexer_cache == 0.0303  # 4 of 132 bytes a slot
-    assert state_memory(geometry, key_dtype="fp4", **sizes).share_of_indexer_cache == 0.0588
+    assert spin_memory(geometry, config, key_dtype="fp4", **sizes).share_of_indexer_cache == 0.0588
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("tokens", [1024, 1025])
+def test_memory_is_what_a_step_allocates(tokens: int, drafts: int) -> None:
+    """The classes that TensorRT-LLM's hooks make, for a page table as wide as its sequences."""
+    geometry = IndexerGeometry((2, 4, 6), 4, 64, 128, 512)
+    config = SpinConfig(top_k=512, state_dtype="bf16")
+    found = spin_memory(geometry, config, max_batch_size=5, max_seq_len=tokens, key_dtype="fp8")
+    slots = 64 * -(-tokens // 256)
+    state = GpuState((2, 4, 6), sequences=5, slots=slots, device="cpu")
+    rows = 1 + drafts
+    step = GpuStep(config, state, ratio=4, sequences=5, rows=rows, page_slots=64)
+    assert found.state_bytes == state.state_bytes
+    wanted = state.state_bytes + step.buffer_bytes
+    assert found.total_bytes + drafts * found.draft_bytes == wanted
 
 
 def test_a_sequence_shorter_than_a_slot_is_refused() -> None:
     geometry = IndexerGeometry((0,), 4, 64, 128, 512)
     with pytest.raises(SpinError, match="max_seq_len: got 3, allowed: at least 4"):
-        state_memory(
-            geometry,
-            max_batch_size=1,
-            max_seq_len=3,
-            state_dtype=torch.float32,
-            key_dtype="fp8",
+        spin_memory(
+            geometry, SpinConfig(top_k=512), max_batch_size=1, max_seq_len=3, key_dtype="fp8"
         )
 
 

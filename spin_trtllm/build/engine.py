@@ -25,7 +25,7 @@ import torch
 from spin_trtllm import __version__
 from spin_trtllm.build.checkpoint import Checkpoint, IndexerGeometry, read_checkpoint
 from spin_trtllm.build.fields import integer, items, read_json_object, section, text
-from spin_trtllm.build.memory import StateMemory
+from spin_trtllm.build.memory import SpinMemory
 from spin_trtllm.build.target import TARGET_SMS
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError, refuse
@@ -95,7 +95,7 @@ def engine_config_text(
     *,
     checkpoint: Checkpoint,
     config: SpinConfig,
-    memory: StateMemory,
+    memory: SpinMemory,
     max_batch_size: int,
     max_seq_len: int,
     target_sm: int,
@@ -114,7 +114,7 @@ def engine_config_text(
         "max_batch_size": max_batch_size,
         "max_seq_len": max_seq_len,
         "target_sm": target_sm,
-        "state_memory": asdict(memory),
+        "memory": asdict(memory),
         "versions": {
             "spin_trtllm": __version__,
             "torch": torch.__version__,

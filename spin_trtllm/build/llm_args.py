@@ -16,10 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from spin_trtllm.build.checkpoint import DEEPSEEK_V4, Checkpoint
-from spin_trtllm.build.memory import StateMemory, human_bytes
-from spin_trtllm.build.target import Target, indexer_key_dtype, main_cache_dtype
-
-PAGE_SLOTS = 64  # slots of an indexer page, the largest that TensorRT-LLM has on every GPU
+from spin_trtllm.build.memory import SpinMemory, human_bytes
+from spin_trtllm.build.target import PAGE_SLOTS, Target, indexer_key_dtype, main_cache_dtype
 
 _COMMENT_WIDTH = 96
 
@@ -36,7 +34,7 @@ class _Setting:
 def llm_args_text(
     checkpoint: Checkpoint,
     target: Target,
-    memory: StateMemory,
+    memory: SpinMemory,
     *,
     block_size_slots: int,
     max_batch_size: int,
@@ -49,9 +47,12 @@ def llm_args_text(
         max_batch_size: sequences that decode at once.
         max_seq_len: longest sequence, in tokens.
     """
-    state = (
-        f"SPIN keeps {human_bytes(memory.total_bytes)} of averages next to this cache. Lower "
-        "free_gpu_memory_fraction (0.9 by default) if the GPU has less than that to spare."
+    room = (
+        f"SPIN takes {human_bytes(memory.total_bytes)} next to this cache, "
+        f"{human_bytes(memory.state_bytes)} of averages and {human_bytes(memory.buffer_bytes)} of "
+        f"buffers, and {human_bytes(memory.draft_bytes)} more for each draft token. TensorRT-LLM "
+        "measures a forward pass before it sizes this cache and finds them taken; where it skips "
+        "that, under context parallelism, lower free_gpu_memory_fraction (0.9 by default)."
     )
     settings = (
         _Setting(
@@ -67,7 +68,7 @@ def llm_args_text(
             "The indexer, as the checkpoint has it. Written out because some releases prefer their "
             "own defaults to the checkpoint's values once this section exists.",
         ),
-        _Setting("kv_cache_config", _kv_cache(checkpoint, target, block_size_slots), state),
+        _Setting("kv_cache_config", _kv_cache(checkpoint, target, block_size_slots), room),
         _Setting(
             "cuda_graph_config",
             _cuda_graphs(max_batch_size),

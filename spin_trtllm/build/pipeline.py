@@ -19,7 +19,7 @@ from spin_trtllm.build.engine import (
 )
 from spin_trtllm.build.fields import integer
 from spin_trtllm.build.llm_args import llm_args_text
-from spin_trtllm.build.memory import StateMemory, human_bytes, state_memory
+from spin_trtllm.build.memory import SpinMemory, human_bytes, spin_memory
 from spin_trtllm.build.output import check_output_dir, write_output
 from spin_trtllm.build.progress import Stages
 from spin_trtllm.build.run_script import run_script_text
@@ -67,7 +67,7 @@ class Sizes:
     max_seq_len: int
     target: Target
     key_dtype: str
-    memory: StateMemory
+    memory: SpinMemory
 
 
 def build(request: BuildRequest, stages: Stages) -> tuple[Path, Mapping[str, str]]:
@@ -113,11 +113,11 @@ def _size(request: BuildRequest, checkpoint: Checkpoint, config: SpinConfig) -> 
     target = choose_target(request.target_sm)
     geometry = checkpoint.geometry
     key_dtype = indexer_key_dtype(target.sm, checkpoint.architecture, geometry.index_head_dim)
-    memory = state_memory(
+    memory = spin_memory(
         geometry,
+        config,
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len,
-        state_dtype=config.storage_dtype,
         key_dtype=key_dtype,
     )
     return Sizes(max_batch_size, max_seq_len, target, key_dtype, memory)
@@ -177,7 +177,7 @@ def _describe_sizes(sizes: Sizes) -> str:
     memory = sizes.memory
     return (
         f"{human_bytes(memory.total_bytes)} for {sizes.max_batch_size} sequences of "
-        f"{sizes.max_seq_len} tokens, {human_bytes(memory.per_sequence_bytes)} each: "
+        f"{sizes.max_seq_len} tokens, averages of {human_bytes(memory.per_sequence_bytes)} each: "
         f"{memory.share_of_indexer_cache:.1%} of its {sizes.key_dtype} indexer keys on "
         f"{sizes.target.name} ({sizes.target.source})"
     )

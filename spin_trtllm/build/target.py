@@ -13,6 +13,7 @@ from spin_trtllm.errors import refuse
 
 TARGET_SMS = (90, 100, 103, 120)
 DEFAULT_SM = 90
+PAGE_SLOTS = 64  # slots of an indexer page, the largest that TensorRT-LLM has on every GPU
 
 _SPELLING = re.compile(r"(?:sm_?)?(\d+)[af]?", re.IGNORECASE)
 _FP4_SMS = (100, 103)  # Datacenter Blackwell: DeepGEMM has its fp4 scoring kernels there
