@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the benchmarks, which are not installed, importable; without transformers, no tests here."""
+"""The benchmarks are not installed: makes them importable. Without transformers, no tests here."""
 
 import sys
 from importlib.util import find_spec
