@@ -250,6 +250,8 @@ class Manager:
 class Metadata:
     """`DSAtrtllmAttentionMetadata`; buffers of objects that share `buffers` alias by name."""
 
+    gen_indexer_kv_lens_cuda_runtime: Tensor | None = None  # until there are generations
+
     def __init__(
         self,
         manager: Manager,

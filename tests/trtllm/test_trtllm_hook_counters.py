@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +25,31 @@ def test_counters_tell_sparse_from_cold_rows_and_the_share_of_slots() -> None:
     assert counts.kept_slots % int(view.kept_slots[0]) <= 8
     assert counts.realized_sparsity == pytest.approx(0.6, abs=0.05)
     assert counts.state_bytes == sum(engine_of(batch).bytes)
+
+
+def test_a_profiling_prefill_takes_the_memory_that_decoding_will(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """TensorRT-LLM sizes its pool by a prefill with a manager that it then throws away."""
+    caplog.set_level(logging.INFO, "spin_trtllm")
+    counters = hook(SMALL)
+    profiling, serving = HostBatch(1), HostBatch(1)
+    number = profiling.join(50)
+    table = profiling.requests[number].pages
+    profiling.metadata.prepare([number], [50], [table], contexts=[3], next_n=1)
+    taken = counters.snapshot().state_bytes
+    engine = weakref.ref(engine_of(profiling))
+    assert taken == sum(engine().bytes) > 0
+    del profiling
+    gc.collect()
+    assert engine() is None
+    assert counters.snapshot().state_bytes == 0
+    serving.step([serving.join(50)])
+    assert counters.snapshot().state_bytes == taken
+    lines = [r.message for r in caplog.records]
+    assert len(lines) == 2
+    assert lines[0] == lines[1]
+    assert lines[0].startswith("SPIN: 2 layers, 5 sequences of 160 slots: ")
 
 
 def test_memory_is_given_back_with_the_manager() -> None:

@@ -126,6 +126,21 @@ def test_a_random_schedule_equals_one_literal_sequence_a_request(case: Any) -> N
     assert counts.dense_rows.keys() <= {"short_sequences"}
 
 
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_a_first_step_without_decode_rows_makes_the_engine(case: Any) -> None:
+    """Such is the profiling forward, before which nothing of a decode step is known."""
+    _, settings, arguments, backend, _ = case
+    with trtllm_double.install(**settings) as double:
+        serving = Serving(double, seed=0, **arguments)
+        module, pages = double.module("dsa.indexer"), serving.kv.tokens_per_block // serving.ratio
+        config = CONFIG | {"block_size": max(32, pages)}
+        hooks.patch(module, SpinConfig.from_dict(config), backend, Counters())
+        step = next(serving.run(1, warm_up=False))
+        assert not step.generations
+        assert engine_behind(module.Indexer, step.metadata).obstacle == "prefill"
+        hooks.unpatch()
+
+
 @pytest.mark.parametrize("arguments", [{}, {"draft_len": 2}, SMALL_V32])
 def test_without_sparsity_the_double_answers_as_if_it_were_not_hooked(arguments: dict) -> None:
     answers: list[list[torch.Tensor]] = []

@@ -3,9 +3,9 @@
 
 A `DecodeEngine` is made in the first `prepare` of a manager and lives as long as it. To size its
 page pool, TensorRT-LLM runs a forward with an estimation manager first, for the same batch and
-length (`KvCacheCreator.configure_kv_cache_capacity`): an engine of the same size is in the peak that
-it measures. It goes with that manager, which is torn down before the final one is built, and the
-room it left outside the pool is for the final one's. Where upstream skips the estimate, under
+length (`KvCacheCreator.configure_kv_cache_capacity`): an engine of the same size is in the peak
+that it measures. It goes with that manager, which is torn down before the final one is built, and
+the room it left outside the pool is for the final one's. Where upstream skips the estimate, under
 context parallelism, nothing is set aside.
 """
 
