@@ -96,7 +96,7 @@ def test_rows_without_a_place_of_their_own_leave_nobody_a_lane(rows: list[int]) 
     assert lanes.known_rows == 2
 
 
-def test_a_request_that_prefills_is_unknown_in_the_same_rows() -> None:
+def test_a_request_that_prefills_or_is_forgotten_is_unknown_in_the_same_rows() -> None:
     lanes = lanes_of()
     lanes.place([], [7, 8])
     lanes.place([], [7, 8])
@@ -104,6 +104,12 @@ def test_a_request_that_prefills_is_unknown_in_the_same_rows() -> None:
     lanes.place([8], [7])
     lanes.place([], [7, 8])
     assert lanes.is_known.tolist() == [True, False]
+    before = lanes.tenants[:2].tolist()
+    lanes.forget(7)
+    lanes.place([], [7, 8])
+    assert lanes.is_known.tolist() == [False, True]
+    assert lanes.tenants[0] > max(before)
+    assert lanes.tenants[1] == before[1]
 
 
 def test_warm_up_takes_no_lane_from_anybody() -> None:
