@@ -8,6 +8,7 @@ as files in `PROMETHEUS_MULTIPROC_DIR`: where that is set, so do these.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -36,6 +37,9 @@ COUNTERS: tuple[tuple[str, str, str | None], ...] = (
     ("spin_miss_rows", "Probed rows by miss rate, up to a bound and above the last.", "up_to"),
 )
 STATE_BYTES = ("spin_state_bytes", "GPU memory of the averages and of the buffers of a step.")
+
+
+_logger = logging.getLogger("spin_trtllm")
 
 
 def values_of(counts: Snapshot) -> dict[str, dict[str, int]]:
@@ -129,7 +133,9 @@ def export(counters: Counters, registry: CollectorRegistry | None = None) -> Non
     """
     from prometheus_client import REGISTRY
 
-    if os.environ.get(SHARED_VARIABLE):
+    folder = os.environ.get(SHARED_VARIABLE)
+    if folder:
         counters.every(SHARE_SECONDS, SharedMetrics(rank_of_process(), registry).show)
     else:
         (registry or REGISTRY).register(Collector(counters))
+    _logger.info("SPIN: metrics in %s", f"files in {folder}" if folder else "this process only")
