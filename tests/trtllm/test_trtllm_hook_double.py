@@ -93,14 +93,16 @@ def as_step(serving: Serving, engine: DecodeEngine, step: Any) -> Step:
 
 
 def serve(case: tuple[str, dict[str, Any], dict[str, Any], str, int], seed: int) -> Counters:
-    """A run of the scheduler, each step checked."""
+    """A run of the scheduler, each step checked; short ones are probed, which changes nothing."""
     _, settings, arguments, backend, steps = case
     counters = Counters()
     with trtllm_double.install(**settings) as double:
         serving = Serving(double, seed=seed, **arguments)
         module = double.module("dsa.indexer")
         config = CONFIG | {"block_size": max(32, serving.kv.tokens_per_block // serving.ratio)}
-        hooks.patch(module, SpinConfig.from_dict(config), backend, counters)
+        probe_every = 5 if steps < 100 else 0
+        spin = SpinConfig.from_dict(config)
+        hooks.patch(module, spin, backend, counters, probe_every=probe_every)
         witness: Witness | None = None
         for step in serving.run(steps):
             engine = engine_behind(module.Indexer, step.metadata)
@@ -124,6 +126,8 @@ def test_a_random_schedule_equals_one_literal_sequence_a_request(case: Any) -> N
     counts = serve(case, 0).snapshot()
     assert counts.sparse_rows > counts.cold_rows > 0
     assert counts.dense_rows.keys() <= {"short_sequences"}
+    assert (counts.probed_slots > 0) == (case[-1] < 100)
+    assert counts.missed_slots <= counts.probed_slots
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])

@@ -40,8 +40,8 @@ class Settings:
         metrics: export counters through prometheus_client.
         log_seconds: seconds of activity between two log lines of the counters; 0 for none, which
             is the default where metrics are on.
-        probe_every: every so many steps are also scored densely, to measure what is missed; 0
-            for none.
+        probe_every: one in so many of the steps that run in Python is also scored densely, to
+            measure what is missed; 0 for none.
     """
 
     path: Path
