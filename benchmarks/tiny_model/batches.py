@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from benchmarks.tiny_model.episodes import recall_episode
+from benchmarks.tiny_model.episodes import recall_episode, task_episode
 from benchmarks.tiny_model.model import BOS
 from benchmarks.tiny_model.stages import Stage
 from spin_trtllm.errors import refuse
@@ -27,7 +27,7 @@ ANSWER_WEIGHT = 6.0
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's sequences; the plain texts come first, then the recall episodes.
+    """One step's sequences; the plain texts come first, then recall episodes, then tasks.
 
     Attributes:
         tokens: int64 `[sequences, length]`, what the model reads: BOS, then all bytes but the last.
@@ -89,27 +89,32 @@ class Batches(Dataset[Batch]):
 
     def __getitem__(self, step: int) -> Batch:
         phase = self._stage.phase_at(step)
-        sequences = max(1, self._stage.step_bytes // phase.length)
-        draws = _Draws((self._seed << 40) | (self._stage.number << 32) | step)
-        episodes = _rounded(sequences * phase.recall_share, draws)
         length = phase.length
+        sequences = max(1, self._stage.step_bytes // length)
+        draws = _Draws((self._seed << 40) | (self._stage.number << 32) | step)
+        tasks = _rounded(sequences * phase.task_share, draws)
+        episodes = min(_rounded(sequences * phase.recall_share, draws), sequences - tasks)
+        texts = sequences - episodes - tasks
 
-        rows: list[bytes] = []
-        for _ in range(sequences - episodes):
-            start = draws.below(len(self._text) - length)
-            rows.append(self._text[start : start + length])
+        rows = [self._excerpt(length, draws) for _ in range(texts)]
+        made = [recall_episode(draws, length, self._text) for _ in range(episodes)]
+        made += [task_episode(draws, length, self._excerpt(length, draws)) for _ in range(tasks)]
         asked = torch.zeros(sequences, length, dtype=torch.bool)
-        for row in range(len(rows), sequences):
-            episode = recall_episode(draws, length, self._text)
+        for episode in made:
+            for place in episode.answers:
+                asked[len(rows), place] = True
             rows.append(episode.text)
-            for question in episode.asked:
-                asked[row, question.place] = True
         targets = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
         targets = targets.view(sequences, length).long()
         tokens = targets.roll(1, dims=1)
         tokens[:, 0] = BOS
         loss_rows = torch.tensor(sorted(draws.distinct(min(LOSS_ROWS, length), length)))
-        return Batch(tokens, targets, asked, sequences - episodes, loss_rows)
+        return Batch(tokens, targets, asked, texts, loss_rows)
+
+    def _excerpt(self, length: int, draws: _Draws) -> bytes:
+        """Training text from a random place."""
+        start = draws.below(len(self._text) - length)
+        return self._text[start : start + length]
 
 
 def _rounded(number: float, draws: _Draws) -> int:

@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recall episodes: training sequences of facts and questions, written as in `spin_trtllm.recall`.
+"""Training sequences of facts and questions, written as in `spin_trtllm.recall`.
 
-Other than a document to test with, an episode asks all along, more and more often, and may ask for
-the same fact again. So every position of a sequence learns to look back.
+Other than a document to test with, a recall episode asks all along, more and more often, and may
+ask for the same fact again, so that every position of a sequence learns to look back. A task
+episode is a document of the study's tasks, with up to as many questions as fit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from benchmarks.study.tasks import TASKS, task_document
 from spin_trtllm.recall import _ATTRIBUTES, _KEYS, STYLES, Style, _Draws, _key
 
 _TAIL = 0.82  # of an episode: from here on there are only questions
+_FACT_BYTES = 80  # room for a fact of a task
+_QUESTION_BYTES = 80  # more than any question of a task takes
+_FACTS_AN_ANSWER = {"multi_key": 2, "multi_needle": 2, "variable_tracking": 3, "aggregation": 12}
+_IN_FOURS = ("multi_value", "multi_needle")
+_HARD = ("multi_value", "multi_needle", "variable_tracking")  # unlike recall: drawn more often
+_DRAWN = (*TASKS, *_HARD, *_HARD)
 _OFTEN = 1 / 64, 1 / 110  # facts a byte, at most, of crowded and of spread episodes
 
 
@@ -34,6 +42,11 @@ class Episode:
 
     text: bytes
     asked: tuple[Asked, ...]
+
+    @property
+    def answers(self) -> tuple[slice, ...]:
+        """Where the answers stand."""
+        return tuple(asked.place for asked in self.asked)
 
 
 @dataclass
@@ -121,3 +134,31 @@ def recall_episode(draws: _Draws, length: int, filler: bytes) -> Episode:
             writer.ask() if draws.below(1_000) < 1_000 * more_often else writer.tell()
     whole = tuple(asked for asked in writer.asked if asked.place.stop <= length)
     return Episode(bytes(writer.text[:length]), whole)
+
+
+def task_episode(draws: _Draws, length: int, filler: bytes) -> Episode:
+    """A document of any of the study's tasks.
+
+    Args:
+        length: bytes of the text, at least 2,048.
+        filler: at least `length` bytes.
+    """
+    task = _DRAWN[draws.below(len(_DRAWN))]
+    unit = 4 if task in _IN_FOURS else 1
+    query_bytes = _FACT_BYTES * _FACTS_AN_ANSWER.get(task, 1) + _QUESTION_BYTES
+    most = 1 if task == "single" else length // query_bytes // unit
+    queries = unit * (1 + draws.below(most))
+    document = task_document(
+        task,
+        draws.below(1 << 48),
+        context_bytes=length - queries * _QUESTION_BYTES,
+        queries=queries,
+        filler=filler,
+    )
+    start = len(document.context)
+    asked = tuple(
+        Asked(slice(start + place.start, start + place.stop), question.distance_bytes)
+        for question, place in zip(document.questions, document.answer_places, strict=True)
+    )
+    text = document.context + document.asked
+    return Episode(text + filler[: length - len(text)], asked)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two stages of training, each a row of phases: how long the sequences are, what the indexer does.
+"""The stages of training, each a row of phases: how long sequences are, what the indexer does.
 
 A stage begins without the indexer (every query attends to all slots), then teaches it beside the
-attention, and ends with the attention reading only what the indexer picks, as in use.
+attention, and ends with the attention reading only what the indexer picks, as in use. The first two
+make the model; the third, which may be left out, adds the study's tasks to what it can do.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Phase:
         step_seconds: what one takes on an H200. Learning rates follow these seconds rather than
             steps: the longer sequences become, the fewer steps pass in the same time.
         length: bytes of a sequence, a multiple of the model's sliding window.
-        recall_share: mean share of sequences that are recall episodes; the others are plain text.
+        recall_share: mean share of sequences that are recall episodes.
+        task_share: mean share of sequences that are tasks of the study; the others are plain text.
         teach_indexer: whether the indexer's loss is added.
         sparse: whether the attention reads only the indexer's top-k slots.
     """
@@ -34,6 +36,7 @@ class Phase:
     recall_share: float
     teach_indexer: bool = False
     sparse: bool = False
+    task_share: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -46,7 +49,7 @@ class Stage:
     """A row of phases with one learning-rate schedule over all of them.
 
     Attributes:
-        number: 1 or 2; a part of what seeds the batches.
+        number: 1 to 3; a part of what seeds the batches.
         step_bytes: bytes of one optimizer step, over all its sequences.
         learning_rate: highest rate of everything but the indexer.
         indexer_learning_rate: highest rate of the indexer.
@@ -105,7 +108,7 @@ def warm_cosine(progress: float, *, warm_up: float, floor: float) -> float:
     return rise * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-# The steps are those of the shipped checkpoint's logs.
+# Steps and seconds of the first two are those of the shipped checkpoint's logs.
 _FIRST = Stage(
     number=1,
     phases=(
@@ -128,4 +131,17 @@ _SECOND = Stage(
     learning_rate=8e-4,
     indexer_learning_rate=1.5e-3,
 )
-STAGES = {stage.number: stage for stage in (_FIRST, _SECOND)}
+_TASKS = {"recall_share": 0.125, "task_share": 0.625}
+_THIRD = Stage(
+    number=3,
+    phases=(
+        Phase(1_200, 0.120, length=2_048, **_TASKS),
+        Phase(300, 0.171, length=8_192, **_TASKS),
+        Phase(150, 0.183, length=8_192, teach_indexer=True, **_TASKS),
+        Phase(250, 0.228, length=8_192, teach_indexer=True, sparse=True, **_TASKS),
+        Phase(200, 0.512, length=32_768, teach_indexer=True, sparse=True, **_TASKS),
+    ),
+    learning_rate=1e-3,
+    indexer_learning_rate=1.5e-3,
+)
+STAGES = {stage.number: stage for stage in (_FIRST, _SECOND, _THIRD)}

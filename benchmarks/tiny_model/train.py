@@ -5,8 +5,8 @@
         --corpus build/tiny_model/corpus.zip --output build/tiny_model/seed-1
 
 A call that runs out of `--seconds` saves its state and exits with code 75; the same command then
-goes on from there. Of a finished stage OUTPUT/stage-N holds the checkpoint and `log.jsonl`. Stage 2
-starts from stage 1's.
+goes on from there. Of a finished stage OUTPUT/stage-N holds the checkpoint and `log.jsonl`. A later
+stage starts from the one before, or from any checkpoint given as `--start`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Places:
         return self.output / f"stage-{self.stage}"
 
     @property
-    def start(self) -> Path | None:
-        """Checkpoint that the stage starts from; None: random weights."""
+    def before(self) -> Path | None:
+        """Folder of the stage before; None for the first."""
         return self.output / f"stage-{self.stage - 1}" if self.stage > 1 else None
 
     @property
@@ -83,16 +83,24 @@ class Log:
 
 
 def make_trainer(
-    model: transformers.DeepseekV4ForCausalLM, stage: Stage, seed: int, places: Places
+    model: transformers.DeepseekV4ForCausalLM,
+    stage: Stage,
+    seed: int,
+    places: Places,
+    start: Path | None = None,
 ) -> Trainer:
     """A trainer at the place where the last call stopped, or at the start of the stage.
+
+    Args:
+        start: checkpoint to start from; None: that of the stage before, if there is one.
 
     Raises:
         SpinError: a later stage without the checkpoint of the one before.
     """
     resumes = places.state.exists()
-    if places.start is not None and not resumes:
-        load_weights(model, places.start)
+    start = start or places.before
+    if start is not None and not resumes:
+        load_weights(model, start)
     trainer = Trainer(model, stage, seed)
     if resumes:
         trainer.load_state(places.state)
@@ -220,6 +228,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
     parser.add_argument("--corpus", type=Path, required=True, help="built by .corpus")
     parser.add_argument("--output", type=Path, required=True, help="folder of all stages")
+    parser.add_argument("--start", type=Path, help="checkpoint; default: the stage before's")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop and save after this")
     parser.add_argument("--workers", type=int, default=2, help="that make batches ahead")
     arguments = parser.parse_args()
@@ -234,7 +243,8 @@ def main() -> None:
         corpus = load_corpus(arguments.corpus)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = new_model(configuration(), arguments.seed).to(device)
-        trainer = make_trainer(model, STAGES[arguments.stage], arguments.seed, places)
+        stage = STAGES[arguments.stage]
+        trainer = make_trainer(model, stage, arguments.seed, places, arguments.start)
         deadline = started + arguments.seconds
         done = train(trainer, corpus, places, deadline=deadline, workers=arguments.workers)
     except SpinError as error:

@@ -124,6 +124,26 @@ def test_how_much_each_task_tells(task, told):
     assert len(facts_of(document.context)) == told
 
 
+def test_chains_are_two_hops_long():
+    document = task_document("variable_tracking", 0, context_bytes=8_192, queries=8, filler=FILLER)
+    facts = dict(facts_of(document.context))
+    for asked, _ in questions_of(document):
+        assert b" " in facts[asked]
+        assert b" " in facts[facts[asked].decode()]
+        assert b" " not in facts[facts[facts[asked].decode()].decode()]
+
+
+def test_needles_are_asked_for_in_any_order():
+    asked = []
+    for seed in range(10):
+        document = task_document(
+            "multi_needle", seed, context_bytes=4_096, queries=4, filler=FILLER
+        )
+        asked.append([ORDINALS.index(key.split()[0]) for key, _ in questions_of(document)])
+    assert {number for numbers in asked for number in numbers} == set(range(8))
+    assert not all(numbers == sorted(numbers) for numbers in asked)
+
+
 def test_facts_of_different_groups_are_mixed():
     document = task_document(
         "variable_tracking", 0, context_bytes=8_192, queries=8, filler=FILLER, style=0

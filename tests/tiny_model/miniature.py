@@ -27,19 +27,19 @@ def small_configuration(**overrides):
     return configuration(**(fields | overrides))
 
 
-def small_stage(number=1, steps=8, **phase_fields):
+def small_stage(number=1, steps=8, scale=1, **phase_fields):
     """All three kinds of phase; only the sparse one has more slots than top-k."""
     fields = {"recall_share": 0.5} | phase_fields
     return Stage(
         number=number,
         phases=(
-            Phase(steps // 2, 1.0, length=256, **fields),
-            Phase(steps // 4, 1.0, length=256, teach_indexer=True, **fields),
-            Phase(steps // 4, 2.0, length=512, teach_indexer=True, sparse=True, **fields),
+            Phase(steps // 2, 1.0, length=256 * scale, **fields),
+            Phase(steps // 4, 1.0, length=256 * scale, teach_indexer=True, **fields),
+            Phase(steps // 4, 2.0, length=512 * scale, teach_indexer=True, sparse=True, **fields),
         ),
         learning_rate=1e-2,
         indexer_learning_rate=1e-2,
-        step_bytes=1_024,
+        step_bytes=1_024 * scale,
     )
 
 

@@ -14,7 +14,7 @@ from benchmarks.tiny_model import train as command
 from benchmarks.tiny_model.batches import Batches
 from benchmarks.tiny_model.evaluate import held_out_loss, recall_shares
 from benchmarks.tiny_model.forward import Forward
-from benchmarks.tiny_model.model import configuration, new_model, save_checkpoint
+from benchmarks.tiny_model.model import configuration, load_weights, new_model, save_checkpoint
 from benchmarks.tiny_model.train import Places, make_trainer, train
 from benchmarks.tiny_model.trainer import Trainer
 from spin_trtllm import tiny
@@ -147,6 +147,15 @@ def test_stage_2_without_stage_1_is_refused(small_model, stage, tmp_path):
         make_trainer(small_model(), stage(2), 0, Places(tmp_path, 2))
 
 
+def test_a_stage_can_start_from_any_checkpoint(small_model, stage, tmp_path):
+    save_checkpoint(tmp_path / "other", small_model(seed=5))
+    trainer = make_trainer(
+        small_model(), stage(3), 0, Places(tmp_path, 3), start=tmp_path / "other"
+    )
+    weight = trainer.model.lm_head.weight.detach()
+    assert torch.equal(weight, small_model(seed=5).lm_head.weight.bfloat16().float())
+
+
 def test_a_step_without_a_finite_gradient_is_left_out(small_model, corpus, stage):
     trainer = Trainer(small_model(), stage(), seed=0)
     embeddings = trainer.model.get_input_embeddings().weight
@@ -181,12 +190,17 @@ def test_export_loads_everywhere(small_model, corpus, stage, tmp_path):
 
     loaded = AutoModelForCausalLM.from_pretrained(places.folder, dtype=torch.float32).eval()
     tokens = Batches(corpus.train, stage(), 0)[0].tokens
+    trained, exported = weights_of(trainer), loaded.state_dict()
+    assert trained.keys() == exported.keys()
+    for name, value in trained.items():
+        matrix = value.ndim > 1 and "_hc." not in name and "hc_head" not in name
+        rounding = 2**-8 if matrix and "position_bias" not in name else 0
+        torch.testing.assert_close(exported[name], value, rtol=rounding, atol=0)
+    load_weights(trainer.model, places.folder)
     with torch.no_grad():
         theirs = loaded(tokens, use_cache=False).logits
-        for value in trainer.model.parameters():
-            value.copy_(value.bfloat16().float())
         mine = Forward(trainer.model, torch.float32)(tokens, sparse=True).logits
-    assert (theirs - mine).abs().max() < 0.05 * theirs.std()
+    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(places.folder / "tokenizer.json"))
     text = "".join(chr(code) for code in range(0x250)) + "  \n\n€"
