@@ -77,7 +77,7 @@ class Manager:
 class TopK:
     """Only its signature is looked at."""
 
-    def forward(self, scores: Any, is_prefill: bool) -> Any:
+    def forward(self, scores: Any, output_indices: Any, *, is_prefill: bool) -> Any:
         """Never called here."""
 
 

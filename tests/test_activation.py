@@ -34,9 +34,10 @@ START = "import site; site.addpackage(SITE, 'spin_trtllm_activate.pth', set())"
 # The fake hooks: they note what they were called with.
 HOOKS = """
 import spin_trtllm.hosts.trtllm as host
-calls = []
-def patch(module, config, **_):
+calls, asked = [], []
+def patch(module, config, **options):
     calls.append((module.__name__, module.READY, config.target_sparsity))
+    asked.append(options)
     return ["Indexer.sparse_attn_indexer"]
 """
 
@@ -118,6 +119,15 @@ print(json.dumps([sorted(sys.modules), type(sys.meta_path[0]).__module__]))
     (imported, finder), _ = run(site_folder, code, bare=True)
     assert set(imported) - set(control) == {"spin_trtllm_activate", "__future__"}
     assert finder == "spin_trtllm_activate"
+
+
+@pytest.mark.parametrize(("text", "every"), [("", 0), ("0", 0), ("1/7", 7)])
+def test_the_hooks_are_asked_for_a_probe(site_folder: Path, text: str, every: int) -> None:
+    code = f"""{USE_FAKE_HOOKS}
+import json, {NEW_TREE}, fake_hooks
+print(json.dumps(fake_hooks.asked))
+"""
+    assert run(site_folder, code, TLLM_SPIN_PROBE=text)[0] == [{"probe_every": every}]
 
 
 def test_other_imports_are_left_alone(site_folder: Path) -> None:
