@@ -232,8 +232,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop and save after this")
     parser.add_argument("--workers", type=int, default=2, help="that make batches ahead")
     arguments = parser.parse_args()
-    # Lengths change between phases: without this the memory of one phase cannot serve the next.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.set_float32_matmul_precision("high")
     places = Places(arguments.output, arguments.stage)
     if places.done:

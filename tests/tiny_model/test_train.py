@@ -7,11 +7,13 @@ import time
 
 import pytest
 import torch
+from miniature import small_configuration
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.tiny_model import train as command
 from benchmarks.tiny_model.batches import Batches
+from benchmarks.tiny_model.corpus import save_corpus
 from benchmarks.tiny_model.evaluate import held_out_loss, recall_shares
 from benchmarks.tiny_model.forward import Forward
 from benchmarks.tiny_model.model import configuration, load_weights, new_model, save_checkpoint
@@ -232,6 +234,32 @@ def test_evaluation_counts_what_it_says(small_model, corpus):
     assert recall["questions"] > 3
     assert recall["sparse"]["all"] == 0.0  # an untrained model answers nothing
     assert set(recall["dense"]) >= {"all", "from 0 bytes"}
+
+
+def test_the_command_goes_on_where_it_stopped(corpus, stage, tmp_path, monkeypatch, capsys):
+    save_corpus(tmp_path / "c.zip", corpus.train.tobytes(), corpus.held_out.tobytes(), {})
+    monkeypatch.setattr(command, "STAGES", {1: stage(1), 2: stage(2)})
+    monkeypatch.setattr(command, "configuration", small_configuration)
+
+    def call(stage_number, seconds):
+        arguments = ["--stage", stage_number, "--seed", 3, "--seconds", seconds, "--workers", 0]
+        places = ["--corpus", tmp_path / "c.zip", "--output", tmp_path / "out"]
+        monkeypatch.setattr("sys.argv", ["train", *map(str, arguments + places)])
+        try:
+            command.main()
+        except SystemExit as exit_:
+            return exit_.code
+        return 0
+
+    assert call(1, 0) == command.AGAIN == 75
+    assert "the same command goes on" in capsys.readouterr().err
+    assert call(2, 60) == 2  # there is no checkpoint to start from yet
+    assert call(1, 60) == 0
+    assert call(2, 60) == 0
+    for number in (1, 2):
+        assert {*tiny.FILES, "log.jsonl"} == {
+            path.name for path in (tmp_path / "out" / f"stage-{number}").iterdir()
+        }
 
 
 def test_finished_stage_is_not_trained_again(tmp_path, monkeypatch, capsys):
