@@ -163,9 +163,23 @@ class GpuStep:
         """Keep what waits of layer `index`, or of all, out of the averages: they are cold next."""
         self.state.lane_waits[slice(None) if index is None else index] = 0
 
-    def top_k(self, index: int) -> Tensor:
-        """Slots that attention reads in layer `index`: int32 `[S, rows, K]`, ascending, -1 pads."""
-        view, out = self.layer(index), self.slots_out[self._entries(index)]
+    def top_k(self, index: int, out: Tensor | None = None) -> Tensor:
+        """Slots that attention reads in layer `index`: int32 `[S, rows, K]`, ascending, -1 pads.
+
+        Args:
+            out: int32 `[S * r, K]` without gaps, for the first `r` rows only, and returned then;
+                None for a buffer of the step.
+        """
+        own = self.slots_out[self._entries(index)]
+        if out is not None:
+            check_tensor("out", out, (torch.int32,), ("rows", self.top_k_slots))
+            if out.shape[0] < own.shape[0] * self.rows:
+                rows = out.shape[0] // max(self._live, 1)
+                out.unflatten(0, (-1, rows)).copy_(self.top_k(index)[:, :rows])
+                return out
+            if not out.is_contiguous():
+                refuse("out", list(out.stride()), "rows without gaps")
+        view, out = self.layer(index), own if out is None else out
         if self._live:  # pragma: no cover - needs a GPU
             native.call(
                 "topk_slots",
@@ -227,21 +241,25 @@ class GpuStep:
                 arithmetic=native.SCORE_EXACT,
             )
 
-    def adopt(self, index: int, host_scores: Tensor, columns: Tensor) -> None:
-        """Take over what the host's own kernels scored and chose in layer `index`.
+    def adopt(self, index: int, host_scores: Tensor, columns: Tensor | None = None) -> None:
+        """Take over what the host's own kernels scored, and maybe chose, in layer `index`.
 
         Args:
             host_scores: fp32 `[S * r, width]` of the first `r` rows, in the order of the compacted
                 page table; kept for the next step.
             columns: int32 `[S * r, K]`, contiguous; they become slots of the sequence, in place.
+                None where `top_k` chooses.
         """
         if not self._live:
             return
         rows = host_scores.shape[0] // self._live
         check_tensor("host_scores", host_scores, (torch.float32,), (self._live * rows, "columns"))
-        check_tensor("columns", columns, (torch.int32,), (self._live * rows, "top_k"))
-        if host_scores.stride(1) != 1 or not columns.is_contiguous():
-            refuse("host_scores, columns", "strided", "rows and columns without gaps")
+        if host_scores.stride(1) != 1:
+            refuse("host_scores", list(host_scores.stride()), "rows without gaps")
+        if columns is not None:
+            check_tensor("columns", columns, (torch.int32,), (self._live * rows, "top_k"))
+            if not columns.is_contiguous():
+                refuse("columns", list(columns.stride()), "rows without gaps")
         view = self.layer(index)  # pragma: no cover - needs a GPU
         native.call(  # pragma: no cover - needs a GPU
             "adopt_scores",
@@ -260,7 +278,7 @@ class GpuStep:
             rows=self.rows,
             blocks=self.blocks,
             block_size=self.config.block_size,
-            top_k=columns.shape[1],
+            top_k=0 if columns is None else columns.shape[1],
         )
 
     @property

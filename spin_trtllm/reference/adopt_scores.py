@@ -9,7 +9,7 @@ from torch import Tensor
 
 def adopt_scores(
     host_scores: Tensor,
-    columns: Tensor,
+    columns: Tensor | None,
     block_list: Tensor,
     row_slots: Tensor,
     places: Tensor,
@@ -22,7 +22,7 @@ def adopt_scores(
     Args:
         host_scores: fp32 `[S * r, columns]` of the first `r` rows, in compact order.
         columns: int32 `[S * r, K]`, rewritten in place: -1, and every column that names no kept
-            block, becomes -1, for what reads them does not check bounds.
+            block, becomes -1, for what reads them does not check bounds. None: there are none.
         block_list: int32 `[S, B]`, kept blocks ascending, then -1.
         row_slots: int32 `[S, R]`, kept slots that each row sees: only these are copied.
         places: int64 `[S]`, where in `scores` each sequence's belong.
@@ -36,6 +36,8 @@ def adopt_scores(
     seen = torch.arange(width, device=scores.device) < row_slots[:, :rows, None]
     scores[:, :rows, :width].index_copy_(0, places, torch.where(seen, host, kept))
 
+    if columns is None:
+        return
     wide = columns.view(sequences, -1)
     place = wide // block_size_slots
     inside = (wide >= 0) & (place < blocks)

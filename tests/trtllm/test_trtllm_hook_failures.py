@@ -10,7 +10,6 @@ from typing import Any
 
 import hook_standin
 import pytest
-import torch
 from hook_batch import HostBatch
 from hook_helpers import SMALL, engine_of, hook
 
@@ -52,32 +51,30 @@ def of_hooks(name: str) -> Inject:
 
 
 def in_upstream(patch: pytest.MonkeyPatch, _: HostBatch) -> None:
-    """Upstream's own method stumbles over what it was shown, after it wrote its output."""
-    select = hook_standin.TopK.forward
+    """Upstream's own method stumbles over what it was shown."""
     context = hooks.shorter_context
 
     def shown(*arguments: Any) -> ShorterContext:
-        patch.setattr(hook_standin.TopK, "forward", stumble)
+        patch.setattr(hook_standin, "paged_logits", stumble)
         return context(*arguments)
 
-    def stumble(self: Any, *arguments: Any, **options: Any) -> None:
-        patch.setattr(hook_standin.TopK, "forward", select)
-        select(self, *arguments, **options)
+    def stumble(*arguments: Any) -> None:
+        patch.setattr(hook_standin, "paged_logits", PAGED)
         fail()
 
     patch.setattr(hooks, "shorter_context", shown)
 
 
 def after_upstream(patch: pytest.MonkeyPatch, _: HostBatch) -> None:
-    original = hooks.captured_scores
+    original = hooks.intercepted
 
     @contextmanager
-    def failing(top_k: Any) -> Iterator[list[torch.Tensor]]:
-        with original(top_k) as seen:
-            yield seen
+    def failing(*arguments: Any) -> Iterator[None]:
+        with original(*arguments):
+            yield
         fail()
 
-    patch.setattr(hooks, "captured_scores", failing)
+    patch.setattr(hooks, "intercepted", failing)
 
 
 def where_scores_do_not_fit(patch: pytest.MonkeyPatch, batch: HostBatch) -> None:
@@ -98,6 +95,7 @@ PLACES: dict[str, tuple[str, Inject]] = {
     "upstream": ("host", in_upstream),
     "after_upstream": ("host", after_upstream),
     "scores": ("host", of_step("adopt")),
+    "top_k": ("host", of_step("top_k")),
     "columns": ("host", where_scores_do_not_fit),
     "fused_scores": ("fused", of_step("score")),
     "fused_top_k": ("fused", of_step("top_k")),

@@ -18,8 +18,8 @@ LANES = 4
 PADDING = 2**64 - 1
 
 
-def lanes_of(sequences: int = LANES) -> SequenceLanes:
-    return SequenceLanes(sequences, torch.device("cpu"))
+def lanes_of(sequences: int = LANES, *, takes_turns: bool = True) -> SequenceLanes:
+    return SequenceLanes(sequences, torch.device("cpu"), takes_turns=takes_turns)
 
 
 def seats(lanes: SequenceLanes, rows: list[int]) -> list[int]:
@@ -92,8 +92,30 @@ def test_rows_without_a_place_of_their_own_leave_nobody_a_lane(rows: list[int]) 
     assert not lanes.place([], rows)
     assert lanes.lanes.tolist() == [NO_LANE] * LANES
     assert lanes.place([], [7, 8])
-    assert seats(lanes, [7, 8]) == [0, 1]
-    assert lanes.known_rows == 2
+    assert lanes.is_known.tolist() == [i not in rows for i in (7, 8)]
+
+
+def test_who_is_missing_is_forgotten_where_nobody_takes_turns() -> None:
+    lanes = lanes_of(takes_turns=False)
+    lanes.place([], [7, 8])
+    before = lanes.tenants[:2].tolist()
+    lanes.place([], [8])
+    assert lanes.lane_of.keys() == {8}
+    lanes.place([], [7, 8])
+    assert lanes.is_known.tolist() == [False, True]
+    assert lanes.tenants[0] > max(before)
+    assert lanes.tenants[1] == before[1]
+
+
+def test_who_ran_dense_is_forgotten_and_has_no_lane() -> None:
+    lanes = lanes_of()
+    lanes.place([], [7, 8])
+    before = lanes.tenants[:2].tolist()
+    lanes.leave([7, 8])
+    assert lanes.lanes.tolist() == [NO_LANE] * LANES
+    lanes.place([], [7, 8])
+    assert lanes.known_rows == 0
+    assert min(lanes.tenants[:2].tolist()) > max(before)
 
 
 def test_a_request_that_prefills_or_is_forgotten_is_unknown_in_the_same_rows() -> None:

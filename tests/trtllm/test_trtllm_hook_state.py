@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import hook_standin
+import pytest
 from hook_batch import GRAPH_DUMMY, HostBatch
 from hook_helpers import SMALL, engine_of, hook, kept, witness_of
 from hook_witness import Witness
@@ -63,8 +65,11 @@ def test_a_request_that_prefills_again_is_cold_even_if_it_seems_to_go_on() -> No
     assert kept(batch) == 1
 
 
-def test_a_suspended_sequence_comes_back_warm_on_other_pages() -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_sequence_that_sat_out_is_cold_unless_micro_batches_take_turns(stages: int) -> None:
+    """Suspended and resumed on other pages; or of the other micro-batch of a pipeline."""
     batch = HostBatch(1)
+    batch.manager.mapping = SimpleNamespace(pp_size=stages)
     hook(SMALL)
     step, _ = checked(batch)
     waits, goes = batch.join(500), batch.join(550)
@@ -73,7 +78,39 @@ def test_a_suspended_sequence_comes_back_warm_on_other_pages() -> None:
     step([goes])
     batch.move(waits)
     step([goes, waits])
-    assert max(kept(batch, 0), kept(batch, 1)) < 0.6
+    assert kept(batch, 0) < 0.6
+    assert kept(batch, 1) == 1 if stages == 1 else kept(batch, 1) < 0.6
+
+
+def test_micro_batches_that_take_turns_stay_warm() -> None:
+    batch = HostBatch(1, drafts=1)
+    batch.manager.mapping = SimpleNamespace(pp_size=2)
+    hook(SMALL)
+    step, _ = checked(batch)
+    one, two = batch.join(500), batch.join(550)
+    for t in range(8):
+        step([(one, two)[t % 2]], next_n=2)
+        assert (kept(batch) == 1) == (t < 2), t
+
+
+@pytest.mark.parametrize("how", ["step", "layer"])
+def test_tokens_of_a_dense_step_are_not_taken_for_drafts(how: str) -> None:
+    """Rejected drafts, a dense step, rejected drafts: the position alone looks like acceptance."""
+    batch = HostBatch(1, drafts=1)
+    hook(SMALL)
+    step, _ = checked(batch)
+    number = batch.join(500)
+    for _ in range(3):
+        step([number], next_n=2, accepted={number: 0})
+    assert kept(batch) < 0.6
+    if how == "step":
+        batch.metadata.skip_indexer_for_gen_reqs = True
+    else:
+        batch.metadata.in_mtp_draft_loop = True
+    batch.step([number], next_n=2, accepted={number: 0})
+    batch.metadata.skip_indexer_for_gen_reqs = batch.metadata.in_mtp_draft_loop = False
+    batch.step([number], next_n=2, accepted={number: 0})
+    assert kept(batch) == 1
 
 
 def test_a_step_with_prefills_keeps_the_decoding_rows_warm() -> None:

@@ -98,6 +98,7 @@ class HostShape:
         sequences: most sequences of a batch; rows: most rows of one, drafts + 1.
         top_k: slots a row selects.
         device: where the metadata's buffers live.
+        pipeline_stages: with more than one, requests run in micro-batches that take turns.
     """
 
     layers: tuple[int, ...]
@@ -108,6 +109,7 @@ class HostShape:
     rows: int
     top_k: int
     device: torch.device
+    pipeline_stages: int = 1
 
     @classmethod
     def of(cls, metadata: Any) -> HostShape:
@@ -140,6 +142,7 @@ class HostShape:
             rows=min(native.MAX_ROWS, _most_rows(metadata, manager)),
             top_k=metadata.sparse_mla_topk,
             device=table.device,
+            pipeline_stages=getattr(getattr(manager, "mapping", None), "pp_size", 1),
         )
 
 
@@ -148,6 +151,7 @@ class DecodeEngine:
 
     Attributes:
         obstacle: why the step that was prepared last runs dense; None when SPIN may run.
+        chooses: whether this package's top-k stands in for the host's.
         layer_obstacle: why the first layer ran dense when it last ran although its step could
             have run SPIN; a captured graph repeats what the layers did when it was captured.
         lengths: int32 `[layers, G]`, raw tokens of each request as the shorter context has them.
@@ -162,10 +166,14 @@ class DecodeEngine:
             raise HookRefused(f"top_k: got {config.top_k}, the model selects {shape.top_k}")
         self.shape, self.config = shape, config
         self.step = _make_step(shape, config)
-        self.lanes = SequenceLanes(shape.sequences, shape.device)
+        self.lanes = SequenceLanes(
+            shape.sequences, shape.device, takes_turns=shape.pipeline_stages > 1
+        )
         self.estimate = StepEstimate(config, ratio=shape.ratio, slots=shape.slots)
         self.twins = Twins()
         self.fused = _prefers_fused(backend, shape.device)
+        # Without sparsity every pick stays the host's own, ties and order included.
+        self.chooses = config.sparsity_ppm > 0
         self._may_decline = backend == "auto"
         self.probe: ShadowProbe | None = None
         self.obstacle: str | None = "not_prepared"
@@ -195,8 +203,10 @@ class DecodeEngine:
         if self.obstacle is None and self._may_decline and not self._pays(metadata):
             self.obstacle = "does_not_pay"
         ids = metadata.request_ids
-        if not self.lanes.place(ids[:contexts], ids[contexts:]):
-            self.obstacle = self.obstacle or "repeated_request"
+        if self.obstacle is not None:
+            self.lanes.leave(ids)
+        elif not self.lanes.place(ids[:contexts], ids[contexts:]):
+            self.obstacle = "repeated_request"
         self.twins.make(metadata)
         if self.probe is not None:
             self.probe.next_step(metadata, is_sparse=self.obstacle is None)
@@ -244,6 +254,7 @@ class DecodeEngine:
     def skip(self, index: int, reason: str) -> None:
         """Note that a layer runs dense, and log the first time that it does so for a reason."""
         if index == 0:
+            self.step.disown()  # a later step must not take this one's tokens for drafts
             self.layer_obstacle, self._open = reason, None
         elif self._open is not None:
             self.step.disown(index)

@@ -136,12 +136,16 @@ class CpuStep:
         )
         view.put_scores(scores)
 
-    def top_k(self, index: int) -> Tensor:
-        """Slots that attention reads: int32 `[S, rows, K]`, -1 pads."""
-        return self._steps[index].top_k(self._plans[index], self._expand(index))
+    def top_k(self, index: int, out: Tensor | None = None) -> Tensor:
+        """Slots that attention reads: int32 `[S, rows, K]`, -1 pads; see `GpuStep.top_k`."""
+        slots = self._steps[index].top_k(self._plans[index], self._expand(index))
+        if out is None:
+            return slots
+        rows = out.shape[0] // max(self._live, 1)
+        return out.copy_(slots[:, :rows].flatten(0, 1))
 
-    def adopt(self, index: int, host_scores: Tensor, columns: Tensor) -> None:
-        """Take over what the host scored and chose in a layer; see `GpuStep.adopt`."""
+    def adopt(self, index: int, host_scores: Tensor, columns: Tensor | None = None) -> None:
+        """Take over what the host scored and maybe chose in a layer; see `GpuStep.adopt`."""
         view = self.layer(index)
         adopt_scores(
             host_scores,

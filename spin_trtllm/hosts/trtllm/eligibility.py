@@ -63,7 +63,7 @@ def layer_obstacle(indexer: Any, metadata: Any, query: Tensor, top_k: int) -> st
     if getattr(metadata, "in_mtp_draft_loop", False):
         return "draft_loop"
     top = getattr(indexer, "top_k", None)
-    if not hasattr(top, "register_forward_pre_hook"):
+    if not isinstance(top, torch.nn.Module):
         return "no_top_k_module"
     if getattr(indexer, "_enable_heuristic_topk", False) or getattr(top, "needs_gvr_prior", False):
         return "heuristic_top_k"

@@ -30,8 +30,8 @@ from spin_trtllm.hosts.trtllm.counters import Counters
 from spin_trtllm.hosts.trtllm.metrics import process_counters
 from spin_trtllm.hosts.trtllm.probe import ShadowProbe
 from spin_trtllm.hosts.trtllm.proxy import (
-    captured_scores,
     find_maker,
+    intercepted,
     needs_maker,
     schedule,
     shorter_context,
@@ -55,7 +55,7 @@ METHODS: dict[str, tuple[str, ...]] = {
         "is_generation",
     ),
 }
-TOP_K_ARGUMENTS = ("scores", "is_prefill")  # what upstream passes is watched, not changed
+TOP_K_ARGUMENTS = ("scores", "output_indices", "is_prefill")
 
 _logger = logging.getLogger("spin_trtllm")
 _patched: list[tuple[type, str, Any, bool]] = []  # class, name, what was there, whether its own
@@ -266,15 +266,30 @@ class Call:
         """The layer's selected slots, int32 `[tokens, K]`, in upstream's own output buffer."""
         if self.is_fused:
             return self._run_fused()
-        with captured_scores(self.indexer.top_k) as seen:
+        step, rows = self.engine.step, self.requests * self.next_n
+        seen: list[Tensor] = []
+        chosen: list[int] = []
+
+        def choose(scores: Tensor, out: Tensor) -> bool:
+            seen.append(scores)
+            if not self.engine.chooses or not _fit(seen, rows) or out.shape[0] != rows:
+                return False
+            step.adopt(self.index, scores)
+            step.top_k(self.index, out)
+            chosen.append(out.data_ptr())
+            return True
+
+        with intercepted(self.indexer.top_k, choose):
             selected = original(*self.bound.args, **self.bound.kwargs)
-        rows = self.requests * self.next_n
         columns = selected[self.start : self.start + rows]
-        if len(seen) == 1 and seen[0].dtype == torch.float32 and seen[0].shape[0] == rows:
-            self.engine.step.adopt(self.index, seen[0], columns)
+        if chosen:
+            if len(seen) != 1 or chosen != [columns.data_ptr()]:
+                raise HookRefused("TopK: its output is not what sparse_attn_indexer returns")
+        elif _fit(seen, rows):
+            step.adopt(self.index, seen[0], columns)
         else:  # right all the same, and cold next time
-            self.engine.step.disown(self.index)
-            view = self.engine.step.layer(self.index)
+            step.disown(self.index)
+            view = step.layer(self.index)
             to_sequence_slots(columns, view.block_list, self.engine.config.block_size)
         return selected
 
@@ -297,8 +312,13 @@ class Call:
             dtype=torch.int32,
             capture_graph=metadata.is_cuda_graph,
         )
-        selected.copy_(step.top_k(self.index).flatten(0, 1))
+        step.top_k(self.index, selected)
         return selected
+
+
+def _fit(seen: list[Tensor], rows: int) -> bool:
+    """Whether what upstream's top-k saw is the scores of all rows, once."""
+    return len(seen) == 1 and seen[0].dtype == torch.float32 and seen[0].shape[0] == rows
 
 
 def _is_capturing(tensor: Tensor) -> bool:

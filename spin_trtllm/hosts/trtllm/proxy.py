@@ -13,6 +13,7 @@ block of each row is forced), so each row loses the same whole number of slots, 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -157,23 +158,28 @@ def find_maker(module: ModuleType, metadata: Any) -> Callable[..., Tensor] | Non
 
 
 @contextmanager
-def captured_scores(top_k: Any) -> Iterator[list[Tensor]]:
-    """The score tensors that a `TopK` module (`modules/top_k.py`) receives for decode rows.
+def intercepted(top_k: Any, choose: Callable[[Tensor, Tensor], bool]) -> Iterator[None]:
+    """Let `choose` see, and maybe make, the choice of a `TopK` module (`modules/top_k.py`).
 
-    Yields a list that fills during the block: fp32 `[rows, columns]`, uninitialised past each
-    row's length.
+    Args:
+        choose: called for decode rows with the scores, fp32 `[rows, columns]`, uninitialised past
+            each row's length, and upstream's output buffer; False leaves the choice to upstream.
     """
-    seen: list[Tensor] = []
+    original = top_k.forward
+    signature = inspect.signature(original)
 
-    def note(_: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if not options["is_prefill"]:
-            seen.append(arguments[0] if arguments else options["scores"])
+    def forward(*args: Any, **options: Any) -> Tensor:
+        arguments = signature.bind(*args, **options).arguments
+        output: Tensor = arguments["output_indices"]
+        if arguments["is_prefill"] or not choose(arguments["scores"], output):
+            return original(*args, **options)
+        return output
 
-    handle = top_k.register_forward_pre_hook(note, with_kwargs=True)
+    top_k.forward = forward  # on the instance, over its class's
     try:
-        yield seen
+        yield
     finally:
-        handle.remove()
+        del top_k.forward
 
 
 def to_sequence_slots(columns: Tensor, block_list: Tensor, block_size: int) -> None:

@@ -7,6 +7,9 @@ one has spare slots for requests that wait, older managers have none, and a recy
 to be checked against the request id anyway. A map from id to lane with as many lanes as a batch has
 rows always finds room, since whoever is not in the batch can give way: he comes back cold.
 
+Where requests do not take turns, whoever is missing from a batch is gone or suspended, and comes
+back cold, too. The micro-batches of pipeline stages take turns, and stay warm.
+
 What a lane holds of an earlier owner is not cleared here, for that would be launches: a *tenancy*,
 a number that no two owners share, goes to the device with the lane, and is compared there.
 
@@ -44,6 +47,7 @@ class SequenceLanes:
 
     Args:
         sequences: lanes, and most rows of a batch.
+        takes_turns: whether a request that is not in a batch may go on in a later one.
 
     Attributes:
         lanes: int64 `[sequences]`, lane of each generation row, `NO_LANE` for padding; one fixed
@@ -56,8 +60,8 @@ class SequenceLanes:
         known_rows: how many these are; real_rows: rows that are no dummies.
     """
 
-    def __init__(self, sequences: int, device: torch.device) -> None:
-        self.sequences = sequences
+    def __init__(self, sequences: int, device: torch.device, *, takes_turns: bool = False) -> None:
+        self.sequences, self.takes_turns = sequences, takes_turns
         self._sent = StagedTable(3, sequences, NO_LANE, device)
         self.lanes, self.ids, self.tenants = self._sent.table.unbind()
         self.lane_of: dict[int, int] = {}
@@ -69,7 +73,8 @@ class SequenceLanes:
         self._used = np.zeros(sequences + 1, dtype=np.int64)
         self._tenancy = np.zeros(sequences + 1, dtype=np.int64)
         self._tenancies = 0
-        self._rows: list[int] | None = None  # what the device holds
+        self._rows: list[int] = []  # what the device holds
+        self._is_stale = False  # one of them has lost its lane since
         self.is_known = self._has_lane = np.zeros(0, dtype=bool)
         self.known_rows = self.real_rows = 0
 
@@ -87,12 +92,16 @@ class SequenceLanes:
         for request_id in context_ids:
             self.forget(request_id)
         rows = list(generation_ids)
-        if rows == self._rows:
+        if rows == self._rows and not self._is_stale:
             self.is_known, self.known_rows = self._has_lane, self.real_rows
             return True
-        if len(rows) > self.sequences or self._repeats(rows):
-            self.clear()
+        present = set(rows)
+        if len(rows) > self.sequences or self._repeats(rows, present):
+            self.leave(rows)
             return False
+        if not self.takes_turns:
+            for missing in self.lane_of.keys() - present:
+                self.forget(missing)
         lanes = np.fromiter(map(self.lane_of.get, rows, repeat(NO_LANE)), np.int64, len(rows))
         self.is_known = self._has_lane = lanes != NO_LANE
         self.known_rows = self.real_rows = int(np.count_nonzero(self.is_known))
@@ -105,21 +114,31 @@ class SequenceLanes:
         self._send(rows, lanes)
         return True
 
+    def leave(self, request_ids: Sequence[int]) -> None:
+        """Let a step run dense: its requests are cold next time, and no row has a lane until then.
+
+        Their tokens go by unseen, and must not be taken for drafts of the step before.
+        """
+        for request_id in request_ids:
+            self.forget(request_id)
+        self.clear()
+
     def clear(self) -> None:
         """Leave no row a lane until the next `place`."""
-        self.lanes.fill_(NO_LANE)
-        self._rows = None
+        if self._rows != []:
+            self.lanes.fill_(NO_LANE)
+            self._rows = []
 
     def forget(self, request_id: int) -> None:
         """Free the lane of a request: its next step is cold. Unknown requests are ignored."""
         lane = self.lane_of.pop(request_id, None)
         if lane is not None:
             self._free.append(lane)
-            self._rows = None
+            self._is_stale = True
 
-    def _repeats(self, rows: list[int]) -> bool:
+    def _repeats(self, rows: list[int], present: set[int]) -> bool:
         """Whether a row other than a dummy is there twice."""
-        if len(set(rows)) == len(rows):
+        if len(present) == len(rows):
             return False
         real = [i for i in rows if not is_dummy(i, self.sequences)]
         return len(set(real)) != len(real)
@@ -144,4 +163,4 @@ class SequenceLanes:
         table.view(np.uint64)[1, : len(rows)] = rows
         table[2, : len(rows)] = self._tenancy[lanes]
         self._sent.send()
-        self._rows = rows
+        self._rows, self._is_stale = rows, False
