@@ -123,7 +123,7 @@ def test_replays_equal_one_literal_sequence_a_request(
         witness.check(step, engine_of(batch))
     assert witness.sparse_entries > 20
     assert 12 < batch.replays < 30  # eager steps, which prefill, come between
-    assert not counters.snapshot().dense_rows
+    assert counters.snapshot().dense_rows.keys() <= {"warm_up"}
 
 
 @on_every_device

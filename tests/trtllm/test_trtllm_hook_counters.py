@@ -27,6 +27,19 @@ def test_counters_tell_sparse_from_cold_rows_and_the_share_of_slots() -> None:
     assert counts.state_bytes == sum(engine_of(batch).bytes)
 
 
+def test_warm_up_rows_are_counted_as_such() -> None:
+    """And so would be real ones, in a release that starts their ids lower."""
+    batch = HostBatch(1, drafts=1)
+    counters = hook(SMALL)
+    number = batch.join(600)
+    batch.step([2, number, 0, 4], next_n=2)
+    batch.step([2, number, 0, 4], next_n=2)
+    batch.step([number], next_n=2)
+    counts = counters.snapshot()
+    assert counts.dense_rows == {"warm_up": 8}
+    assert (counts.cold_rows, counts.sparse_rows) == (2, 4)
+
+
 def test_a_profiling_prefill_takes_the_memory_that_decoding_will(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -141,6 +141,7 @@ def test_warm_up_takes_no_lane_from_anybody() -> None:
     assert lanes.place([], list(range(LANES)))
     assert seats(lanes, list(range(LANES))) == [NO_LANE] * LANES
     assert (lanes.known_rows, lanes.real_rows) == (0, 0)
+    assert lanes.warm_up_rows == LANES - 1  # 0 is also what idle ranks pad with
     lanes.place([], [8, 9])
     assert seats(lanes, [8, 9]) == [1, 0]
     assert lanes.known_rows == 2

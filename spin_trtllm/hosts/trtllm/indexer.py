@@ -154,8 +154,9 @@ class Host:
     def _rest(self, metadata: Any) -> None:
         """After a failure. Graphs that were captured go on with the buffers of their engines.
 
-        So those must stay, and be empty of lanes when a graph runs: dense, and no trace of it. In
-        each step anew, for the failure may have come while a graph was captured that fills them.
+        So those must stay, and be empty of lanes when a graph runs: dense, and no trace of it. They
+        are emptied here, before each step, since the failure may have come while a graph was
+        captured: what is launched then is not done then.
         """
         for engine in self._engines.values():
             if isinstance(engine, DecodeEngine):
@@ -173,6 +174,10 @@ class Host:
         engine.prepare(metadata)
         cause = engine.obstacle or engine.layer_obstacle
         self._count(metadata, cause, {} if cause else engine.figures(metadata))
+        if engine.lanes.warm_up_rows:
+            # A release that gives real requests such ids would run them dense: let that be seen.
+            rows = engine.lanes.warm_up_rows * eligibility.rows_of(metadata)
+            self.counters.dense("warm_up", rows)
 
     def _count(
         self, metadata: Any, cause: str | None, figures: dict[str, int] | None = None

@@ -30,6 +30,7 @@ from spin_trtllm.hosts.trtllm.staging import StagedTable
 # `llm_request.py`: CUDA_GRAPH_DUMMY_REQUEST_ID is 2**64 - 1, less the draft length and, in newer
 # releases, more; guard pages take ids near it, too.
 FIRST_DUMMY = 2**64 - 2**32
+FREE = 2**63 - 1  # later than any step
 
 
 def is_dummy(request_id: int, first_real: int = 1) -> bool:
@@ -57,7 +58,8 @@ class SequenceLanes:
         lane_of: lane of each request that has one.
         is_known: bool `[G]`, rows that had a lane before this step: what the counters call sparse.
             The device decides by positions, and may find such a row cold.
-        known_rows: how many these are; real_rows: rows that are no dummies.
+        known_rows: how many these are; real_rows: rows that are no dummies; warm_up_rows: rows that
+            pass for a warm-up's.
     """
 
     def __init__(self, sequences: int, device: torch.device, *, takes_turns: bool = False) -> None:
@@ -69,21 +71,22 @@ class SequenceLanes:
         self._owner = [0] * sequences  # request id of each lane that is taken
         self._clock = 0
         # Of each lane, and of one more for rows at NO_LANE, which is the last index: when it was
-        # last in a batch, and its owner's tenancy.
-        self._used = np.zeros(sequences + 1, dtype=np.int64)
+        # last in a batch (or FREE), and its owner's tenancy.
+        self._used = np.full(sequences + 1, FREE, dtype=np.int64)
         self._tenancy = np.zeros(sequences + 1, dtype=np.int64)
         self._tenancies = 0
         self._rows: list[int] = []  # what the device holds
         self._is_stale = False  # one of them has lost its lane since
-        self.is_known = self._has_lane = np.zeros(0, dtype=bool)
-        self.known_rows = self.real_rows = 0
+        self._seats = np.zeros(0, dtype=np.int64)  # lanes of these rows
+        self.is_known = np.zeros(0, dtype=bool)
+        self.known_rows = self.real_rows = self.warm_up_rows = 0
 
-    def place(self, context_ids: Sequence[int], generation_ids: Sequence[int]) -> bool:
+    def place(self, context_ids: Sequence[int], rows: list[int]) -> bool:
         """Refresh the device's table for a step; eager, once a step.
 
         Args:
             context_ids: requests in prefill: whatever is known of them is void.
-            generation_ids: request ids in row order; dummies may repeat.
+            rows: request ids of the generation rows; dummies may repeat. The list is kept.
 
         Returns:
             Whether every row has its own place; if not, no row has a lane. A captured graph may
@@ -91,26 +94,23 @@ class SequenceLanes:
         """
         for request_id in context_ids:
             self.forget(request_id)
-        rows = list(generation_ids)
         if rows == self._rows and not self._is_stale:
-            self.is_known, self.known_rows = self._has_lane, self.real_rows
+            if self.known_rows < self.real_rows:  # who was new is known now
+                self.is_known, self.known_rows = self._seats != NO_LANE, self.real_rows
             return True
-        present = set(rows)
-        if len(rows) > self.sequences or self._repeats(rows, present):
+        if len(rows) > self.sequences or self._repeats(rows):
             self.leave(rows)
             return False
-        if not self.takes_turns:
-            for missing in self.lane_of.keys() - present:
-                self.forget(missing)
         lanes = np.fromiter(map(self.lane_of.get, rows, repeat(NO_LANE)), np.int64, len(rows))
-        self.is_known = self._has_lane = lanes != NO_LANE
+        self.is_known = lanes != NO_LANE
         self.known_rows = self.real_rows = int(np.count_nonzero(self.is_known))
-        self._clock += 1
+        self._clock, self.warm_up_rows = self._clock + 1, 0
         self._used[lanes] = self._clock
+        if self.known_rows < len(self.lane_of) and not self.takes_turns:
+            for missing in np.flatnonzero(self._used[:-1] < self._clock).tolist():
+                self.forget(self._owner[missing])
         if self.known_rows < len(rows):
-            self._seat(rows, lanes)
-            self._has_lane = lanes != NO_LANE
-            self.real_rows = int(np.count_nonzero(self._has_lane))
+            self.real_rows += self._seat(rows, lanes, np.flatnonzero(~self.is_known))
         self._send(rows, lanes)
         return True
 
@@ -128,26 +128,34 @@ class SequenceLanes:
         if self._rows != []:
             self.lanes.fill_(NO_LANE)
             self._rows = []
+        self.warm_up_rows = 0
 
     def forget(self, request_id: int) -> None:
         """Free the lane of a request: its next step is cold. Unknown requests are ignored."""
         lane = self.lane_of.pop(request_id, None)
         if lane is not None:
             self._free.append(lane)
+            self._used[lane] = FREE
             self._is_stale = True
 
-    def _repeats(self, rows: list[int], present: set[int]) -> bool:
+    def _repeats(self, rows: list[int]) -> bool:
         """Whether a row other than a dummy is there twice."""
-        if len(present) == len(rows):
+        if len(set(rows)) == len(rows):
             return False
         real = [i for i in rows if not is_dummy(i, self.sequences)]
         return len(set(real)) != len(real)
 
-    def _seat(self, rows: list[int], lanes: np.ndarray) -> None:
-        """Give rows without a lane one, in the place of who waited longest if none is left."""
-        for row in np.flatnonzero(lanes == NO_LANE).tolist():
+    def _seat(self, rows: list[int], lanes: np.ndarray, standing: np.ndarray) -> int:
+        """Give standing rows a lane, in the place of who waited longest if none is left.
+
+        Returns:
+            How many got one: all but dummies.
+        """
+        before = self._tenancies
+        for row in standing.tolist():
             request_id = rows[row]
             if is_dummy(request_id, self.sequences):
+                self.warm_up_rows += 0 < request_id < self.sequences
                 continue
             if not self._free:
                 self.forget(self._owner[int(self._used[:-1].argmin())])
@@ -156,11 +164,13 @@ class SequenceLanes:
             self.lane_of[request_id] = lanes[row] = lane
             self._owner[lane], self._used[lane] = request_id, self._clock
             self._tenancy[lane] = self._tenancies
+        return self._tenancies - before
 
     def _send(self, rows: list[int], lanes: np.ndarray) -> None:
         table = self._sent.open()
         table[0, : len(rows)] = lanes
         table.view(np.uint64)[1, : len(rows)] = rows
-        table[2, : len(rows)] = self._tenancy[lanes]
+        self._tenancy.take(lanes, out=table[2, : len(rows)], mode="wrap")
+        # Noted before it is so: then `clear` does not miss it.
+        self._rows, self._seats, self._is_stale = rows, lanes, False
         self._sent.send()
-        self._rows, self._is_stale = rows, False
