@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where SPIN is worth its own work, by measurement."""
+"""Where SPIN is worth its own work."""
 
 from __future__ import annotations
 
-# Slots of all sequences together below which a dense step was as fast, by what scores the kept
-# blocks. The fused kernels were measured with SPIN ahead or level everywhere; the host's are
-# bound by launches below this.
+# Slots of all sequences together from which on SPIN is taken to gain, by what scores the kept blocks.
+# Measured for the fused kernels, which lose 1 % at worst (README, Numbers); a guess for the host's.
 MIN_WORK_SLOTS = {"fused": 0, "host": 2**18}
 
 
