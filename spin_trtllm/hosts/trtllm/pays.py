@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-# Slots of all sequences together from which on SPIN is taken to gain, by what scores the kept blocks.
+# Slots of all sequences together from which on SPIN is taken to gain, by what scores kept blocks.
 # Measured for the fused kernels, which lose 1 % at worst (README, Numbers); a guess for the host's.
 MIN_WORK_SLOTS = {"fused": 0, "host": 2**18}
 
