@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // spin_advance: resolve, observe and predict at the start of a step, for all layers.
+#include <climits>
+
 #include "spin/advance.h"
 #include "status.h"
 #include "tiles.cuh"
@@ -143,6 +145,8 @@ extern "C" int spin_advance(const SpinAdvanceParams* p, cudaStream_t stream) {
     SPIN_CHECK(p->tile_stride % 8 == 0 && p->tile_stride >= SPIN_ADVANCE_TILE_SLOTS,
                SPIN_ERROR_ALIGNMENT, "tile_stride",
                "a multiple of 8, at least SPIN_ADVANCE_TILE_SLOTS");
+    SPIN_CHECK(p->tile_stride * p->tiles <= INT32_MAX / 4, SPIN_ERROR_UNSUPPORTED, "tile_stride",
+               "a lane whose averages span less than 2 GiB");
     SPIN_CHECK(p->blocks == (p->slots + p->block_size - 1) / p->block_size, SPIN_ERROR_RANGE,
                "blocks", "slots / block_size, rounded up");
     SPIN_CHECK(p->score_stride % 8 == 0 &&

@@ -125,15 +125,25 @@ struct Chunk<__nv_bfloat16> {
         return fmaxf(__uint_as_float(m << 16), __uint_as_float(m & 0xffff0000u));
     }
     __device__ __forceinline__ float best() const { return best_of(words); }
-    // Best of the elements 0 .. k, and of the others; -inf for none. k is uniform.
-    __device__ __forceinline__ void split_best(int k, float& low, float& high) const {
+    // Where elements 0 .. k end and the others begin; k is uniform.
+    struct Split {
+        uint32_t masks[4];
+
+        __device__ __forceinline__ explicit Split(int k) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                masks[i] = k >= 2 * i + 1 ? 0xffffffffu : k == 2 * i ? 0x0000ffffu : 0u;
+            }
+        }
+    };
+    // Best of the elements of either side; -inf for none.
+    __device__ __forceinline__ void split_best(const Split& at, float& low, float& high) const {
         constexpr uint32_t kLowest = 0xff80ff80u;  // two times -inf
         uint32_t first[4], rest[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint32_t mask = k >= 2 * i + 1 ? 0xffffffffu : k == 2 * i ? 0x0000ffffu : 0u;
-            first[i] = (words[i] & mask) | (kLowest & ~mask);
-            rest[i] = (words[i] & ~mask) | (kLowest & mask);
+            first[i] = (words[i] & at.masks[i]) | (kLowest & ~at.masks[i]);
+            rest[i] = (words[i] & ~at.masks[i]) | (kLowest & at.masks[i]);
         }
         low = best_of(first);
         high = best_of(rest);
@@ -184,12 +194,17 @@ struct Chunk<float> {
         }
         return most;
     }
-    __device__ __forceinline__ void split_best(int k, float& low, float& high) const {
+    struct Split {
+        int k;
+
+        __device__ __forceinline__ explicit Split(int last) : k(last) {}
+    };
+    __device__ __forceinline__ void split_best(const Split& at, float& low, float& high) const {
         low = high = minus_infinity();
 #pragma unroll
         for (int j = 0; j < kGroup; ++j) {
-            low = j <= k ? fmaxf(low, x[j]) : low;
-            high = j <= k ? high : fmaxf(high, x[j]);
+            low = j <= at.k ? fmaxf(low, x[j]) : low;
+            high = j <= at.k ? high : fmaxf(high, x[j]);
         }
     }
 };

@@ -43,7 +43,7 @@ struct RowFacts {
 
 // Eight new contributions gain * score of a group of slots; NaN where there is nothing to observe.
 // The gain is in (0, 1], so that the product is finite exactly where the score is.
-template <typename State>
+template <bool kCompact, typename State>
 __device__ __forceinline__ void load_gains(const TileArgs<State>& a, const float* row, int place,
                                            int slot, int visible, float (&y)[kGroup]) {
     if (place < 0) {
@@ -53,8 +53,9 @@ __device__ __forceinline__ void load_gains(const TileArgs<State>& a, const float
         }
         return;
     }
-    const int column = a.full_rows ? slot : (place << a.block_shift) + (slot & (a.block_size - 1));
-    const float4* from = reinterpret_cast<const float4*>(row + column);
+    const bool full = !kCompact && a.full_rows;
+    const int column = full ? slot : (place << a.block_shift) + (slot & (a.block_size - 1));
+    const float4* from = reinterpret_cast<const float4*>(row + static_cast<uint32_t>(column));
     const float4 low = __ldcs(from), high = __ldcs(from + 1);
     y[0] = low.x, y[1] = low.y, y[2] = low.z, y[3] = low.w;
     y[4] = high.x, y[5] = high.y, y[6] = high.z, y[7] = high.w;
@@ -206,14 +207,15 @@ __device__ __forceinline__ GroupBest best_checked(const Chunk<State>& v, const C
 // Partial block scores of one row from this tile.
 template <typename State, bool kOneRow>
 __device__ __forceinline__ void pool_row(const Chunk<State>& v, const Chunk<State>& d,
-                                         int block_size, int tile, int lane, int last_query,
+                                         const typename Chunk<State>::Split& split,
+                                         int block_shift, int tile, int lane, int last_query,
                                          int query, int visible, float* out) {
     const int slot = (tile * kTileGroups + lane) * kGroup;
     const int chunk = (last_query >> 3) - (tile * kTileGroups + lane);
     GroupBest best;
     if ((tile + 1) * SPIN_ADVANCE_TILE_SLOTS <= min(visible, query)) {
         best.vertical = v.best();
-        d.split_best(query & 7, best.here, best.below);
+        d.split_best(split, best.here, best.below);
     } else {
         best = best_checked(v, d, slot, chunk, query, visible);
     }
@@ -225,7 +227,7 @@ __device__ __forceinline__ void pool_row(const Chunk<State>& v, const Chunk<Stat
     float most = best.vertical;
     most = lane + shift < 32 ? fmaxf(most, here) : most;
     most = lane + shift + 1 < 32 ? fmaxf(most, below) : most;
-    const int lanes_shift = __ffs(block_size / kGroup) - 1;
+    const int lanes_shift = block_shift - 3;
     const int lanes_a_block = 1 << lanes_shift;
 #pragma unroll
     for (int step = 1; step < 16; step *= 2) {

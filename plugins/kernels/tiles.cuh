@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
     update_tiles(const TileArgs<State> a) {
     __shared__ float buffers[kRows == 1 ? 1 : kTileWarps][(kTileGroups + kHalo) * kPitch];
     __shared__ RowFacts now, before;
+    __shared__ float held_decay;
     wait_for_inputs();
     const int t = threadIdx.x;
     const int rows = kRows ? kRows : a.rows;
@@ -82,6 +83,9 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
             return;
         }
     }
+    if (t == 0) {
+        held_decay = a.decay;
+    }
     if (t < rows) {
         // Clamped: a position past the capacity must not lead out of the buffers.
         const int64_t mine = kAdvance ? a.positions[static_cast<int64_t>(s) * rows + t] : -1;
@@ -129,15 +133,23 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
     float carry[kGroup];  // y of the group below the tile, in lane 31
     if (kRows == 1 && learned > 0 && first_tile < end_tile && lane == 31) {
         const int below = (first_tile * kTileGroups - 1) * kGroup;
-        load_gains(a, scores, group_place(compact, a.block_shift, below, only_visible), below,
-                   only_visible, carry);
+        load_gains<kAdvance>(a, scores, group_place(compact, a.block_shift, below, only_visible),
+                             below, only_visible, carry);
     }
     // Going up in V is going down in D, by whole tiles in both.
     const int first_chunk = (last_query >> 3) - (first_tile * kTileGroups + lane);
-    v_row += first_tile * a.tile_stride + lane * kGroup;
-    d_row += (first_chunk >> 5) * a.tile_stride + (first_chunk & 31) * kGroup;
+    // Offsets in bytes have 32 bits, which saves a lane half of its address arithmetic.
+    const uint32_t tile_bytes = static_cast<uint32_t>(a.tile_stride) * sizeof(State);
+    const auto at = [](State* row, uint32_t bytes) {
+        return reinterpret_cast<State*>(reinterpret_cast<char*>(row) + bytes);
+    };
+    uint32_t v_at = first_tile * tile_bytes + lane * kGroup * sizeof(State);
+    uint32_t d_at = (first_chunk >> 5) * tile_bytes + (first_chunk & 31) * kGroup * sizeof(State);
+    // Its uses are predicated: as a parameter it would be fetched again for each of them.
+    const float decay = *static_cast<volatile float*>(&held_decay);
+    const typename Chunk<State>::Split only_split(only_now & 7);
     for (int tile = first_tile; tile < end_tile;
-         ++tile, out += width, v_row += a.tile_stride, d_row -= a.tile_stride) {
+         ++tile, out += width, v_at += tile_bytes, d_at -= tile_bytes) {
         const int group = tile * kTileGroups + lane, slot = group * kGroup;
         const int chunk = (last_query >> 3) - group;
         const bool in_d = static_cast<uint32_t>(chunk) < static_cast<uint32_t>(d_chunks);
@@ -146,10 +158,10 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
         v.clear();
         d.clear();
         if (in_v) {
-            v.load(v_row);
+            v.load(at(v_row, v_at));
         }
         if (in_d) {
-            d.load(d_row);
+            d.load(at(d_row, d_at));
         }
         const int first_place = ahead;
         if (tile + 1 < end_tile) {
@@ -158,10 +170,10 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
         }
         if (kRows == 1 && tile + 1 < end_tile) {  // the next tile's lines set out already
             if (group + kTileGroups < v_groups) {
-                prefetch(v_row + a.tile_stride);
+                prefetch(at(v_row, v_at + tile_bytes));
             }
             if (chunk >= kTileGroups) {
-                prefetch(d_row - a.tile_stride);
+                prefetch(at(d_row, d_at - tile_bytes));
             }
         }
         bool v_moved = false, d_moved = false;  // unchanged averages are not written back
@@ -175,8 +187,8 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
             float y[kGroup];
             const int place =
                 r == 0 ? first_place : group_place(compact, a.block_shift, slot, visible);
-            load_gains(a, row, place, slot, visible, y);
-            v_moved |= v.learn(y, a.decay);
+            load_gains<kAdvance>(a, row, place, slot, visible, y);
+            v_moved |= v.learn(y, decay);
             // Offset 8c + j of this row is slot query - 8c - j.
             if constexpr (kRows == 1) {
                 float mirrored[kGroup];
@@ -185,14 +197,14 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
                 for (int j = 0; j < kGroup; ++j) {
                     carry[j] = y[j];
                 }
-                d_moved |= d.learn(mirrored, a.decay);
+                d_moved |= d.learn(mirrored, decay);
                 continue;
             }
             if (lane < kHalo) {
                 const int low = slot - kHalo * kGroup;
                 float halo[kGroup];
-                load_gains(a, row, group_place(compact, a.block_shift, low, visible), low, visible,
-                           halo);
+                load_gains<kAdvance>(a, row, group_place(compact, a.block_shift, low, visible), low,
+                                     visible, halo);
 #pragma unroll
                 for (int j = 0; j < kGroup; ++j) {
                     buffer[lane * kPitch + j] = halo[j];
@@ -205,19 +217,22 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
             __syncwarp();
             const int start = query - (last_query & ~7) + kHalo * kGroup;
             read_mirrored(buffer + lane * kPitch + start + (start >> 3), start & 7, y);
-            d_moved |= d.learn(y, a.decay);
+            d_moved |= d.learn(y, decay);
             __syncwarp();  // the next row or tile reuses the buffer
         }
         if (in_v && v_moved) {
-            v.store(v_row);
+            v.store(at(v_row, v_at));
         }
         if (in_d && d_moved) {
-            d.store(d_row);
+            d.store(at(d_row, d_at));
         }
         if constexpr (kAdvance) {
             for (int r = 0; r < (kRows ? min(predicted, kRows) : predicted); ++r) {
-                pool_row<State, kRows == 1>(v, d, a.block_size, tile, lane, last_query,
-                                            kRows == 1 ? only_now : now.query[r],
+                const int query = kRows == 1 ? only_now : now.query[r];
+                const typename Chunk<State>::Split split =
+                    kRows == 1 ? only_split : typename Chunk<State>::Split(query & 7);
+                pool_row<State, kRows == 1>(v, d, split, a.block_shift, tile, lane, last_query,
+                                            query,
                                             kRows == 1 ? only_now_visible : now.visible[r],
                                             out + static_cast<int64_t>(r) * a.tiles * width);
             }
