@@ -78,8 +78,9 @@ kernels: $(KERNEL_LIBRARY) ## build libspin.so for one architecture (ARCH=90a, 1
 gpu-test: kernels ## tests of the kernels on this machine's GPU
 	@SPIN_LIBRARY=$(CURDIR)/$(KERNEL_LIBRARY) $(PYTHON) -m pytest -p no:cacheprovider tests/gpu $(PYTEST_ARGS)
 
-gpu-bench: kernels ## decode-step benchmark on this machine's GPU
-	@SPIN_LIBRARY=$(CURDIR)/$(KERNEL_LIBRARY) PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/bench_step.py
+gpu-bench: kernels ## benchmarks on this machine's GPU: a decode step, alone and under the hook
+	@for name in step trtllm_step; do \
+		SPIN_LIBRARY=$(CURDIR)/$(KERNEL_LIBRARY) PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/bench_$$name.py || exit; done
 
 clean: ## remove build outputs and caches (.venv stays)
 	@rm -rf build dist *.egg-info .coverage htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache

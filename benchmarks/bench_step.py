@@ -6,6 +6,7 @@ microseconds a layer (step / layers), the median over replays; `spread` is (max 
 SPIN's. Between replays the sequences move on by a token and the queries drift, outside the timing.
 
 - `spin`: observe, predict and select once, then score and top-k in each layer.
+- `spin_fp8`: the same with the less exact fp8 tensor cores, which DeepGEMM uses, too.
 - `dense`: the same kernels on every block, without SPIN's state.
 - `peers`: DeepGEMM's fp8 scoring (its schedule once a step) and FlashInfer's top-k.
 - `compact_scores`: only DeepGEMM's scoring, of the page table that SPIN compacted.
@@ -142,10 +143,11 @@ class Cell:
         for n in range(LAYERS):
             self.step.top_k(n)
 
-    def spin(self) -> None:
+    def spin(self, exact: bool = True) -> None:
         self.begin()
         for n in range(LAYERS):
-            self.step.score(n, self.query[n], self.weights[n], self.caches[n], self.table)
+            inputs = (self.query[n], self.weights[n], self.caches[n], self.table)
+            self.step.score(n, *inputs, exact=exact)
             self.step.top_k(n)
 
     def dense(self) -> None:
@@ -274,6 +276,7 @@ def measure(batch: int, slots: int, rows: int, replays: int, radix: Any) -> dict
         others["torch_topk_us"] = lambda: cell.peers(None)
         if rows == 1:
             others["compact_scores_us"] = cell.compact_scores
+    others |= {"spin_fp8_us": lambda: cell.spin(exact=False)}
     others |= {"begin_us": cell.begin, "score_us": cell.score, "topk_us": cell.top_k}
     for name, run in others.items():
         row[name] = microseconds(cell, run, replays)[0]

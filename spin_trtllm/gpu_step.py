@@ -199,7 +199,14 @@ class GpuStep:
         return out
 
     def score(
-        self, index: int, query: Tensor, weights: Tensor, pages: Tensor, page_table: Tensor
+        self,
+        index: int,
+        query: Tensor,
+        weights: Tensor,
+        pages: Tensor,
+        page_table: Tensor,
+        *,
+        exact: bool = True,
     ) -> None:
         """Score the kept blocks of layer `index` with this package's kernel, into `scores`.
 
@@ -207,6 +214,8 @@ class GpuStep:
             query: e4m3 `[S, rows, heads, 128]`; weights: fp32 `[S, rows, heads]`.
             pages: uint8 `[num_pages, page_slots * 132]`, a page's keys and then its scales.
             page_table: int32 `[S, pages]` of the host, not compacted.
+            exact: False takes SM90's fp8 tensor cores, as DeepGEMM does: they need less power, and
+                round sums to some 14 bits.
         """
         view = self.layer(index)
         heads = query.shape[2]
@@ -238,7 +247,7 @@ class GpuStep:
                 heads=heads,
                 page_slots=pages.shape[1] // native.KEY_BYTES,
                 block_size=self.config.block_size,
-                arithmetic=native.SCORE_EXACT,
+                arithmetic=native.SCORE_EXACT if exact else native.SCORE_FAST,
             )
 
     def adopt(self, index: int, host_scores: Tensor, columns: Tensor | None = None) -> None:

@@ -240,8 +240,9 @@ def test_a_step_too_small_to_gain_is_left_alone_unless_a_backend_is_asked_for(
 
 
 def test_the_fused_kernels_always_pay_and_the_hosts_from_a_size_on() -> None:
-    least = measured.MIN_WORK_SLOTS["host"]
+    least, long = measured.MIN_WORK_SLOTS["host"], measured.LONG_SLOTS
     assert pays("fused", 1, 1, 1)
-    assert not pays("host", 1, least - 1, 1)
-    assert pays("host", 1, least, 1)
+    assert pays("host", 1, long, 1)
+    assert not pays("host", 1, long - 1, 1)
+    assert not pays("host", 8, least // 8 - 1, 1)
     assert pays("host", 8, least // 8, 4)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where SPIN is worth its own work."""
+"""Where SPIN is worth its own work, by measurement."""
 
 from __future__ import annotations
 
-# Slots of all sequences together from which on SPIN is taken to gain, by what scores kept blocks.
-# Measured for the fused kernels, which lose 1 % at worst (README, Numbers); a guess for the host's.
-MIN_WORK_SLOTS = {"fused": 0, "host": 2**18}
+# Where a captured step with the host's scoring kernels was at least level with the dense one on an
+# H200 (benchmarks/results/h200-trtllm-step.json): launches bind what is smaller, and a dense top-k
+# over one long row takes so long that even a single sequence gains. The fused kernels were level
+# or ahead in every cell.
+MIN_WORK_SLOTS = {"fused": 0, "host": 2**19}  # of all sequences together
+LONG_SLOTS = 2**17  # of one sequence
 
 
 def pays(backend: str, sequences: int, slots: int, rows: int) -> bool:
@@ -19,4 +22,4 @@ def pays(backend: str, sequences: int, slots: int, rows: int) -> bool:
         sequences: of the step; slots: most that one can have.
         rows: of each sequence, drafts + 1; they share the keys that are read.
     """
-    return sequences * slots >= MIN_WORK_SLOTS[backend]
+    return slots >= LONG_SLOTS or sequences * slots >= MIN_WORK_SLOTS[backend]
