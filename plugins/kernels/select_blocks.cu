@@ -205,8 +205,9 @@ __device__ __forceinline__ void write_entry(const SpinSelectBlocksParams& p, Sha
     }
 }
 
-template <int kThreads>
-__global__ void __launch_bounds__(kThreads, 1280 / kThreads)
+// kBlocks: thread blocks a multiprocessor.
+template <int kThreads, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks)
     select_entries(const SpinSelectBlocksParams p) {
     extern __shared__ uint4 memory[];
     Shared<kThreads>& s = *reinterpret_cast<Shared<kThreads>*>(memory);
@@ -323,10 +324,10 @@ extern "C" int spin_select_blocks(const SpinSelectBlocksParams* p, cudaStream_t 
     const dim3 blocks(static_cast<unsigned>(p->entries));
     // Many entries: what counts is how many are under way, not how long one takes.
     if (p->blocks <= kLeastThreads * 32 && p->entries > 1024)
-        return launch(select_entries<kLeastThreads>, blocks, kLeastThreads,
+        return launch(select_entries<kLeastThreads, 10>, blocks, kLeastThreads,
                       sizeof(Shared<kLeastThreads>) + keys, 1, stream, *p);
     if (p->blocks <= kFewThreads * 32)
-        return launch(select_entries<kFewThreads>, blocks, kFewThreads,
+        return launch(select_entries<kFewThreads, 4>, blocks, kFewThreads,
                       sizeof(Shared<kFewThreads>) + keys, 1, stream, *p);
     const size_t shared_bytes = sizeof(Shared<kManyThreads>) + keys;
     int most_bytes = 0;
@@ -335,5 +336,5 @@ extern "C" int spin_select_blocks(const SpinSelectBlocksParams* p, cudaStream_t 
         return launched(error);
     SPIN_CHECK(shared_bytes <= static_cast<size_t>(most_bytes), SPIN_ERROR_UNSUPPORTED, "blocks",
                "fewer, as this GPU's shared memory is small; take a larger block_size");
-    return launch(select_entries<kManyThreads>, blocks, kManyThreads, shared_bytes, 1, stream, *p);
+    return launch(select_entries<kManyThreads, 2>, blocks, kManyThreads, shared_bytes, 1, stream, *p);
 }

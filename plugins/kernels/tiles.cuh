@@ -34,6 +34,8 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
     const uint32_t e = blockIdx.x;
     const uint32_t s = e % static_cast<uint32_t>(a.sequences);
     const int64_t home = kAdvance ? a.places[e] : a.lanes[e];
+    const bool warm = !kAdvance || a.warm[e] != 0;  // loads that go out together
+    int learned = kAdvance ? a.observed_rows[e] : 0;
     if (home < 0 || (kAdvance && home >= a.lanes_total)) {
         return;
     }
@@ -56,7 +58,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
         v_row += home * a.v_stride;
         d_row += home * a.d_stride;
     }
-    if (kAdvance && !a.warm[e]) {
+    if (!warm) {
         // Cold: nothing of an earlier life may be left, whatever this one's length.
         Chunk<State> zero;
         zero.clear();
@@ -71,10 +73,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
         return;
     }
     const int64_t source = kAdvance ? home : e;
-    int learned = 0;
-    if (kAdvance) {
-        learned = a.observed_rows[e];
-    } else {
+    if (!kAdvance) {
         const int64_t accepted = a.accepted[e];
         if (accepted >= 0) {
             learned = a.row0_update ? 1 : static_cast<int>(min(accepted, int64_t{rows - 1})) + 1;

@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) choose_rows(const TopkArgs 
     const int rank = static_cast<int>(cluster.block_rank());
     const int64_t r = blockIdx.x / static_cast<unsigned>(blocks);
     wait_for_inputs();
+    const int seen = a.p.row_slots[r];  // on its way while the place is looked up
     Row row;
     const uint32_t entry = static_cast<uint32_t>(r) / static_cast<uint32_t>(a.p.rows);
     int64_t stored = r;
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) choose_rows(const TopkArgs 
     }
     row.block_shift = a.block_shift;
     row.full = a.p.full_rows != 0;
-    row.length = max(0, min(a.p.row_slots[r], a.p.blocks << a.block_shift));
+    row.length = max(0, min(seen, a.p.blocks << a.block_shift));
     const int k = min(a.p.top_k, row.length);
     int32_t* out = a.p.slots_out + r * a.p.top_k;
     if (row.length <= a.buffer_size) {

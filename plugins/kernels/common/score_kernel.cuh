@@ -174,12 +174,16 @@ __device__ __forceinline__ void bring_queries(const ScoreArgs& args, const Share
         const int64_t first_head = int64_t{sequence} * args.rows_per_sequence * kHeads;
         const uint4* query = reinterpret_cast<const uint4*>(args.query) + first_head * kPieces;
         uint8_t* const buffer = shared.queries + at.stage * args.rows * Arithmetic::kQueryRowBytes;
+        const int64_t place = args.places != nullptr ? args.places[sequence] : sequence;
         wait(&control.query_empty[at.stage], at.parity ^ 1);
 #pragma unroll 8
         for (int i = lane; i < heads * kPieces; i += 32) {
             const int head = i / kPieces;
             Arithmetic::store_query(buffer + head / kHeads * Arithmetic::kQueryRowBytes,
                                     head % kHeads, i % kPieces, query[i]);
+        }
+        if (lane == 0) {
+            control.places[at.stage] = place;
         }
         for (int i = lane; i < heads; i += 32) {
             control.weights[at.stage][i] = args.weights[first_head + i];
@@ -299,7 +303,6 @@ __device__ __forceinline__ void consume(const ScoreArgs& args, const Shared& sha
         fetched.fetch(control, place, at);
     }
     for_each_segment(control, share, [&](int sequence, int segment_end) {
-        const int64_t out_place = args.places != nullptr ? args.places[sequence] : sequence;
         // The shuffle tells the compiler that the whole warp agrees on the query's address.
         const int buffer = __shfl_sync(~0u, query_at.stage, 0);
         const uint8_t* const query =
@@ -309,7 +312,8 @@ __device__ __forceinline__ void consume(const ScoreArgs& args, const Shared& sha
         if constexpr (kWeightsStay) {
             weights.load(row_weights);
         }
-        float* score = args.scores + out_place * args.rows_per_sequence * args.score_stride +
+        float* score = args.scores +
+                       control.places[buffer] * args.rows_per_sequence * args.score_stride +
                        (tile - control.first_tile[sequence]) * kTileSlots + place.my_slot;
 
         for (; tile < segment_end; tile += kWarpgroups, score += kWarpgroups * kTileSlots) {
