@@ -274,10 +274,11 @@ def measure(batch: int, slots: int, rows: int, replays: int, radix: Any) -> dict
     if deep_gemm is not None:
         others["peers_us"] = lambda: cell.peers(radix)
         others["torch_topk_us"] = lambda: cell.peers(None)
-        if rows == 1:
-            others["compact_scores_us"] = cell.compact_scores
-    others |= {"spin_fp8_us": lambda: cell.spin(exact=False)}
-    others |= {"begin_us": cell.begin, "score_us": cell.score, "topk_us": cell.top_k}
+    others["score_us"] = cell.score
+    if deep_gemm is not None and rows == 1:
+        others["compact_scores_us"] = cell.compact_scores
+    others |= {"begin_us": cell.begin, "topk_us": cell.top_k}
+    others["spin_fp8_us"] = lambda: cell.spin(exact=False)
     for name, run in others.items():
         row[name] = microseconds(cell, run, replays)[0]
     row["ratio_dense"] = row["dense_us"] / spin

@@ -23,6 +23,7 @@ DOCUMENTS = [
     README,
     TRACE_FORMAT,
     ALGORITHM,
+    ROOT / "docs/kernels.md",
     ROOT / "docs/tensorrt-llm.md",
     ROOT / "benchmarks/tiny_model/README.md",
 ]
