@@ -9,7 +9,9 @@ SPIN's. Between replays the sequences move on by a token and the queries drift, 
 - `spin_fp8`: the same with the less exact fp8 tensor cores, which DeepGEMM uses, too.
 - `dense`: the same kernels on every block, without SPIN's state.
 - `peers`: DeepGEMM's fp8 scoring (its schedule once a step) and FlashInfer's top-k.
-- `compact_scores`: only DeepGEMM's scoring, of the page table that SPIN compacted.
+- `spin_by_deep_gemm`: SPIN's step with DeepGEMM scoring the page table that SPIN compacted;
+  `ratio_score` compares what the two scorers take within it. Alone and back to back, `score_us`,
+  the exact one draws more power than an H200 may take for long, and slows down.
 - `torch_topk`: DeepGEMM's scoring and torch.topk.
 
 `bytes_layer` is what a SPIN step has to move in a layer, `roof_fraction` the share of the memory's
@@ -222,11 +224,27 @@ class Cell:
                     False,
                 )
 
-    def compact_scores(self) -> None:
+    def spin_by_deep_gemm(self) -> None:
+        """SPIN's step with DeepGEMM in the place of `score_slots`; nothing is learned from it."""
+        self.begin()
         for n in range(LAYERS):
             view = self.step.layer(n)
             kept = view.kept_slots.unsqueeze(1)
-            self.deep_gemm_scores(n, kept, view.pages, self.schedule(kept))
+            scores = self.deep_gemm_scores(n, kept, view.pages, self.schedule(kept))
+            native.call(
+                "topk_slots",
+                native.stream_of(scores),
+                scores=scores,
+                block_list=view.block_list,
+                row_slots=view.row_slots,
+                slots_out=self.best,
+                score_stride=scores.stride(0),
+                entries=self.batch,
+                rows=1,
+                blocks=self.step.blocks,
+                block_size=PAGE,
+                top_k=TOP_K,
+            )
 
 
 def microseconds(cell: Cell, run: Callable[[], None], replays: int) -> tuple[float, float]:
@@ -274,14 +292,16 @@ def measure(batch: int, slots: int, rows: int, replays: int, radix: Any) -> dict
     if deep_gemm is not None:
         others["peers_us"] = lambda: cell.peers(radix)
         others["torch_topk_us"] = lambda: cell.peers(None)
-    others["score_us"] = cell.score
-    if deep_gemm is not None and rows == 1:
-        others["compact_scores_us"] = cell.compact_scores
-    others |= {"begin_us": cell.begin, "topk_us": cell.top_k}
+    others |= {"begin_us": cell.begin, "score_us": cell.score, "topk_us": cell.top_k}
     others["spin_fp8_us"] = lambda: cell.spin(exact=False)
+    if deep_gemm is not None and rows == 1:
+        others["spin_by_deep_gemm_us"] = cell.spin_by_deep_gemm
     for name, run in others.items():
         row[name] = microseconds(cell, run, replays)[0]
     row["ratio_dense"] = row["dense_us"] / spin
+    if "spin_by_deep_gemm_us" in row:  # each scorer's share of the step that it runs in
+        rest = row["begin_us"] + row["topk_us"]
+        row["ratio_score"] = (row["spin_by_deep_gemm_us"] - rest) / (spin - rest)
     row["ratio_peers"] = row["peers_us"] / spin if "peers_us" in row else None
     for name, moved in (("spin", spin_bytes(row)), ("dense", dense_bytes(row))):
         row[f"{name}_bytes_layer"] = moved
