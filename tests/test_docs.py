@@ -17,6 +17,8 @@ from spin_trtllm.replay.trace import Trace
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DEMO_RESULT = ROOT / "benchmarks" / "results" / "demo-cpu.json"
+STEP_RESULT = ROOT / "benchmarks" / "results" / "h200-step.json"
+HOOK_RESULT = ROOT / "benchmarks" / "results" / "h200-trtllm-step.json"
 TRACE_FORMAT = ROOT / "docs" / "trace-format.md"
 ALGORITHM = ROOT / "docs" / "algorithm.md"
 DOCUMENTS = [
@@ -55,6 +57,23 @@ def test_readme_quotes_the_committed_demo():
         assert f"\n| {label} | {recall} | {continued} |\n" in text
     assert result["environment"]["date"] in text
     assert f"transformers {result['environment']['versions']['transformers']}" in text
+
+
+def test_readme_quotes_the_committed_kernel_results():
+    text = README.read_text(encoding="utf-8")
+    for row in json.loads(STEP_RESULT.read_text(encoding="utf-8"))["rows"]:
+        sizes = f"| {row['batch']} | {row['slots']:,} | {row['rows']} |"
+        times = " | ".join(f"{row[name]:.1f}" for name in ("spin_us", "dense_us", "peers_us"))
+        shares = ("ratio_peers", "ratio_dense", "spin_roof_fraction")
+        assert f"\n{sizes} {times} | {' | '.join(f'{row[n]:.2f}' for n in shares)} |\n" in text
+    cells = {}
+    for row in json.loads(HOOK_RESULT.read_text(encoding="utf-8"))["rows"]:
+        cells.setdefault((row["batch"], row["slots"]), {})[row["backend"]] = row
+    for (batch, slots), by in cells.items():
+        auto = ", ".join(f"`{name}`" for name, row in by.items() if row["auto"])
+        figures = " | ".join(f"{r['spin_us']:.1f} | {r['ratio_dense']:.2f}" for r in by.values())
+        line = f"| {batch} | {slots:,} | {by['host']['dense_us']:.1f} | {figures} | {auto} |"
+        assert f"\n{line}\n" in text
 
 
 def test_readme_lists_every_command():
