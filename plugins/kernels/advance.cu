@@ -9,8 +9,8 @@
 namespace spin {
 namespace {
 
-// Where each entry stands, and what the step that waits under its lane came to (advance.h). A kernel
-// of its own, because every tile needs the answer.
+// Where each entry stands, and what the step that waits under its lane came to (advance.h). A
+// kernel of its own, because every tile needs the answer.
 __global__ void resolve_entries(const SpinAdvanceParams p) {
     wait_for_inputs();
     const int64_t e = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

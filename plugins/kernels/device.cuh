@@ -70,6 +70,13 @@ __device__ __forceinline__ float float_of_key(uint32_t key) {
     return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
+// Launch bounds were measured on Hopper; elsewhere the same registers do not always suffice.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+constexpr int kFewerBlocks = 1;
+#else
+constexpr int kFewerBlocks = 0;
+#endif
+
 // Eight consecutive averages as floats, from and to their storage.
 template <typename State>
 struct Chunk;

@@ -207,7 +207,7 @@ __device__ __forceinline__ void write_entry(const SpinSelectBlocksParams& p, Sha
 
 // kBlocks: thread blocks a multiprocessor.
 template <int kThreads, int kBlocks>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+__global__ void __launch_bounds__(kThreads, kBlocks - kFewerBlocks)
     select_entries(const SpinSelectBlocksParams p) {
     extern __shared__ uint4 memory[];
     Shared<kThreads>& s = *reinterpret_cast<Shared<kThreads>*>(memory);
@@ -336,5 +336,6 @@ extern "C" int spin_select_blocks(const SpinSelectBlocksParams* p, cudaStream_t 
         return launched(error);
     SPIN_CHECK(shared_bytes <= static_cast<size_t>(most_bytes), SPIN_ERROR_UNSUPPORTED, "blocks",
                "fewer, as this GPU's shared memory is small; take a larger block_size");
-    return launch(select_entries<kManyThreads, 2>, blocks, kManyThreads, shared_bytes, 1, stream, *p);
+    return launch(select_entries<kManyThreads, 2>, blocks, kManyThreads, shared_bytes, 1, stream,
+                  *p);
 }

@@ -18,7 +18,7 @@ template <typename State>
 struct TileArgs {
     State* v;
     State* d;
-    const int64_t* lanes;               // observe_scores only
+    const int64_t* lanes;  // observe_scores only
     const int64_t* lane_slots;
     const int64_t* places;              // advance only: where lanes, rows to observe and scores are
     const int64_t* positions;           // this step: [sequences, rows]
@@ -207,9 +207,9 @@ __device__ __forceinline__ GroupBest best_checked(const Chunk<State>& v, const C
 // Partial block scores of one row from this tile.
 template <typename State, bool kOneRow>
 __device__ __forceinline__ void pool_row(const Chunk<State>& v, const Chunk<State>& d,
-                                         const typename Chunk<State>::Split& split,
-                                         int block_shift, int tile, int lane, int last_query,
-                                         int query, int visible, float* out) {
+                                         const typename Chunk<State>::Split& split, int block_shift,
+                                         int tile, int lane, int last_query, int query, int visible,
+                                         float* out) {
     const int slot = (tile * kTileGroups + lane) * kGroup;
     const int chunk = (last_query >> 3) - (tile * kTileGroups + lane);
     GroupBest best;

@@ -23,7 +23,7 @@ constexpr int kTileBlocks = kRows != 1           ? 5
 
 // kRows: 1 compiles the row loops away, 0 takes them from the arguments.
 template <typename State, bool kAdvance, int kRows>
-__global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows> - kFewerBlocks)
     update_tiles(const TileArgs<State> a) {
     __shared__ float buffers[kRows == 1 ? 1 : kTileWarps][(kTileGroups + kHalo) * kPitch];
     __shared__ RowFacts now, before;
@@ -231,8 +231,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows>)
                 const typename Chunk<State>::Split split =
                     kRows == 1 ? only_split : typename Chunk<State>::Split(query & 7);
                 pool_row<State, kRows == 1>(v, d, split, a.block_shift, tile, lane, last_query,
-                                            query,
-                                            kRows == 1 ? only_now_visible : now.visible[r],
+                                            query, kRows == 1 ? only_now_visible : now.visible[r],
                                             out + static_cast<int64_t>(r) * a.tiles * width);
             }
         }

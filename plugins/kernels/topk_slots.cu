@@ -20,7 +20,8 @@ constexpr int kFewThreads = 256, kManyThreads = 512;
 
 // kBlocks: thread blocks a multiprocessor.
 template <int kThreads, int kBlocks>
-__global__ void __launch_bounds__(kThreads, kBlocks) choose_rows(const TopkArgs a) {
+__global__ void __launch_bounds__(kThreads, kBlocks > 1 ? kBlocks - kFewerBlocks : 1)
+    choose_rows(const TopkArgs a) {
     // Groups of eight scores that a thread has in flight.
     constexpr int kAhead = kBlocks == 1 ? 4 : kBlocks == 2 ? 2 : 3;
     namespace cg = cooperative_groups;

@@ -16,11 +16,11 @@ typedef struct SpinAdoptScoresParams {
     int64_t struct_bytes;
     const float* host_scores;  /* [entries * host_rows, host_stride], columns in compact order */
     const int32_t* block_list; /* [entries, blocks]: kept ids ascending, then -1 */
-    const int32_t* row_slots;  /* [entries, rows]: kept slots each row sees; only these are copied */
-    const int64_t* places;     /* [entries]: place in `scores` */
-    float* scores;             /* out [places, rows, score_stride] */
-    int32_t* columns;          /* in/out [entries * host_rows, top_k] or null; -1, and every column
-                                * that names no kept block, becomes -1 */
+    const int32_t* row_slots; /* [entries, rows]: kept slots each row sees; only these are copied */
+    const int64_t* places;    /* [entries]: place in `scores` */
+    float* scores;            /* out [places, rows, score_stride] */
+    int32_t* columns;         /* in/out [entries * host_rows, top_k] or null; -1, and every column
+                               * that names no kept block, becomes -1 */
     int64_t host_stride;
     int64_t score_stride;
     int32_t host_columns; /* columns that host_scores has: 0 .. host_stride */

@@ -9,11 +9,11 @@
  *   a = p0 - p0' - 1 in 0 .. drafts'      -> rows 0 .. a of it are observed, the entry is warm;
  *   else lane_warm and lane_next == p0    -> warm, nothing observed;
  *   else                                  -> cold: V and D of the lane become zero.
- * Where `tenants` are given and a lane's is another one than at its last step, nothing of it counts:
- * the entry is cold.
- * An entry without a lane, without a position, or with one past the lane's `lane_slots` takes the
- * place of its batch row behind those of the lanes; it is cold and leaves nothing behind. Layers
- * share these places, so its scores must be used before those of the next layer are written.
+ * Where `tenants` are given and a lane's is another one than at its last step, nothing of it
+ * counts: the entry is cold. An entry without a lane, without a position, or with one past the
+ * lane's `lane_slots` takes the place of its batch row behind those of the lanes; it is cold and
+ * leaves nothing behind. Layers share these places, so its scores must be used before those of the
+ * next layer are written.
  *
  * spin_select_blocks writes the lane_* arrays afterwards. To make a lane cold from outside, set
  * lane_waits and lane_warm to 0 and lane_next to -1.
@@ -64,11 +64,11 @@ typedef struct SpinAdvanceParams {
     int64_t score_stride; /* multiple of 8, at least blocks * block_size */
     int64_t lane_stride;  /* lanes a layer: what entries of further layers add to their lane */
     int64_t lanes_total;  /* layers * lane_stride */
-    int32_t entries;   /* layers * sequences */
-    int32_t sequences; /* entries a layer */
-    int32_t rows;      /* 1 .. 8 */
-    int32_t blocks;    /* ceil(slots / block_size) */
-    int32_t tiles;     /* slots / tile slots + 1, rounded down */
+    int32_t entries;      /* layers * sequences */
+    int32_t sequences;    /* entries a layer */
+    int32_t rows;         /* 1 .. 8 */
+    int32_t blocks;       /* ceil(slots / block_size) */
+    int32_t tiles;        /* slots / tile slots + 1, rounded down */
     int32_t ratio;
     int32_t block_size;
     int32_t state_dtype;

@@ -20,18 +20,18 @@ typedef struct SpinSelectBlocksParams {
     const int64_t* layers;       /* [entries / layer_entries], decoder-layer index */
     const int32_t* page_table;   /* [sequences, page_table_stride] or null */
 
-    int32_t* block_list;       /* out [entries, blocks]: kept ids ascending, then -1 */
-    int32_t* block_count;      /* out [entries] */
-    int32_t* kept_slots;       /* out [entries]: kept slots the last row sees, partial tail last */
-    int32_t* row_slots;        /* out [entries, rows]: kept slots each row sees (a prefix) */
-    int32_t* visible_slots;    /* out [entries] or null: slots the last row sees, kept or not */
+    int32_t* block_list;    /* out [entries, blocks]: kept ids ascending, then -1 */
+    int32_t* block_count;   /* out [entries] */
+    int32_t* kept_slots;    /* out [entries]: kept slots the last row sees, partial tail last */
+    int32_t* row_slots;     /* out [entries, rows]: kept slots each row sees (a prefix) */
+    int32_t* visible_slots; /* out [entries] or null: slots the last row sees, kept or not */
     /* out [entries, blocks]: place in block_list, -1 = not kept; where `places` are given, in
      * their order: [lanes_total + sequences, blocks] */
     int32_t* compact_of_block;
-    int32_t* compact_pages;    /* out [entries, compact_pages_stride] or null; 0 past the end */
-    uint8_t* block_mask;       /* out [entries, blocks] or null: the shared mask U */
-    uint8_t* row_masks;        /* out [entries, rows, blocks] or null: each row's own choice */
-    uint8_t* explored_mask;    /* out [entries, blocks] or null */
+    int32_t* compact_pages; /* out [entries, compact_pages_stride] or null; 0 past the end */
+    uint8_t* block_mask;    /* out [entries, blocks] or null: the shared mask U */
+    uint8_t* row_masks;     /* out [entries, rows, blocks] or null: each row's own choice */
+    uint8_t* explored_mask; /* out [entries, blocks] or null */
 
     /* What the next spin_advance needs; all null, or all given. See advance.h. */
     const int64_t* places;   /* [entries]: lane, or lanes_total and more for none */

@@ -74,7 +74,7 @@ struct Control {
     int32_t visible_slots[kMaxStages][kMaxChunks];  // of each chunk
     int32_t warp_tiles[32];
     int32_t first_tile[kMaxSequences + 1];  // the first tile of a sequence, counting them all
-    int64_t places[kMaxQueryBuffers];  // where the scores of a query go
+    int64_t places[kMaxQueryBuffers];       // where the scores of a query go
     alignas(16) float weights[kMaxQueryBuffers][kMaxRows * kMaxHeads];
 };
 
