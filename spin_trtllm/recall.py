@@ -34,8 +34,8 @@ _NOUNS = _words(
     "lantern mirror napkin oyster pencil rabbit statue tunnel violin walnut yogurt zipper bridge "
     "castle"
 )
-_KEYS = len(_ADJECTIVES) * len(_NOUNS)
-_ATTRIBUTES = ("code", "badge", "price", "owner")
+KEYS = len(_ADJECTIVES) * len(_NOUNS)
+ATTRIBUTES = ("code", "badge", "price", "owner")
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 
 
@@ -152,18 +152,18 @@ def recall_document(
         SpinError: the facts do not fit into the context, or there are too few keys for them.
     """
     facts_count = 2 * queries
-    if not 1 <= queries <= _KEYS // 2:
-        refuse("queries", queries, f"1 .. {_KEYS // 2}")
+    if not 1 <= queries <= KEYS // 2:
+        refuse("queries", queries, f"1 .. {KEYS // 2}")
     if not filler:
         refuse("filler", filler, "at least one byte")
-    draws = _Draws(seed)
+    draws = Draws(seed)
     style = style or STYLES[draws.below(len(STYLES))]
-    attribute = _ATTRIBUTES[draws.below(len(_ATTRIBUTES))]
+    attribute = ATTRIBUTES[draws.below(len(ATTRIBUTES))]
     draw_value = draws.digits if draws.below(2) else draws.syllables
-    keys = [_key(number) for number in draws.distinct(facts_count, _KEYS)]
+    keys = [key_name(number) for number in draws.distinct(facts_count, KEYS)]
     values = [draw_value() for _ in keys]
 
-    context, value_places = _scatter(
+    context, value_places = scatter_facts(
         [style.write_fact(key, attribute, value) for key, value in zip(keys, values, strict=True)],
         context_bytes,
         filler,
@@ -180,16 +180,22 @@ def recall_document(
     return RecallDocument(context, tuple(questions))
 
 
-def _scatter(
-    facts: list[tuple[bytes, int]], context_bytes: int, filler: bytes, draws: _Draws
+def scatter_facts(
+    facts: list[tuple[bytes, int]], context_bytes: int, filler: bytes, draws: Draws
 ) -> tuple[bytes, list[int]]:
     """Lay one fact into each equal stretch of filler.
 
     Args:
         facts: text of each fact, and where in the text its value starts.
+        context_bytes: exact length of the context.
+        filler: text around the facts, at least one byte.
+        draws: where in its stretch each fact stands.
 
     Returns:
         The context, and where in it each value starts.
+
+    Raises:
+        SpinError: facts that do not fit into their stretches.
     """
     context = bytearray()
     value_places: list[int] = []
@@ -214,12 +220,13 @@ def _repeated(text: bytes, start: int, count: int) -> bytes:
     return (text * copies)[start : start + count]
 
 
-def _key(number: int) -> str:
+def key_name(number: int) -> str:
+    """One of the `KEYS` keys, such as `amber falcon`."""
     adjective, noun = number % len(_ADJECTIVES), number // len(_ADJECTIVES)
     return f"{_ADJECTIVES[adjective]} {_NOUNS[noun]}"
 
 
-class _Draws:
+class Draws:
     """Random choices built on `Generator.random` alone, the draw NumPy is least likely to change.
 
     Bounded integers and permutations have changed their streams between releases.

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 
 from spin_trtllm.errors import refuse
 from spin_trtllm.recall import (
-    _ATTRIBUTES,
-    _KEYS,
+    ATTRIBUTES,
+    KEYS,
     STYLES,
+    Draws,
     Question,
     RecallDocument,
     Style,
-    _Draws,
-    _key,
-    _scatter,
+    key_name,
+    scatter_facts,
 )
 
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
@@ -67,17 +67,17 @@ class _Plan:
 class _Words:
     """Keys that do not repeat, and values."""
 
-    def __init__(self, draws: _Draws) -> None:
+    def __init__(self, draws: Draws) -> None:
         self.draws = draws
-        self._keys = iter(draws.distinct(_KEYS, _KEYS))
+        self._keys = iter(draws.distinct(KEYS, KEYS))
         self._numeric = bool(draws.below(2))
 
     def key(self) -> str:
         """A key not used before."""
         number = next(self._keys, None)
         if number is None:
-            refuse("queries", "more facts than keys", f"at most {_KEYS} keys")
-        return _key(number)
+            refuse("queries", "more facts than keys", f"at most {KEYS} keys")
+        return key_name(number)
 
     def value(self) -> bytes:
         """Four bytes."""
@@ -213,7 +213,7 @@ def task_document(
         refuse("task", task, ", ".join(TASKS))
     if queries < 1:
         refuse("queries", queries, "an integer >= 1")
-    draws = _Draws(seed)
+    draws = Draws(seed)
     writer = _Writer(draws, filler, style)
     plan = TASKS[task](_Words(draws), context_bytes, queries)
     context, places = writer.tell(plan.groups, context_bytes)
@@ -223,12 +223,12 @@ def task_document(
 class _Writer:
     """Writes facts and questions in one style."""
 
-    def __init__(self, draws: _Draws, filler: bytes, style: int | None) -> None:
+    def __init__(self, draws: Draws, filler: bytes, style: int | None) -> None:
         if not filler:
             refuse("filler", filler, "at least one byte")
         self._draws = draws
         self._style: Style = STYLES[draws.below(len(STYLES)) if style is None else style]
-        self._attribute = _ATTRIBUTES[draws.below(len(_ATTRIBUTES))]
+        self._attribute = ATTRIBUTES[draws.below(len(ATTRIBUTES))]
         start = draws.below(len(filler))
         self._filler = filler[start:] + filler[:start]
 
@@ -248,7 +248,7 @@ class _Writer:
             order.append((number, told[number]))
             told[number] += 1
         written = [self._write(groups[group][number]) for group, number in order]
-        context, places = _scatter(written, context_bytes, self._filler, self._draws)
+        context, places = scatter_facts(written, context_bytes, self._filler, self._draws)
         return context, dict(zip(order, places, strict=True))
 
     def _write(self, fact: _Fact) -> tuple[bytes, int]:
@@ -301,7 +301,7 @@ def dialogue(
     for name, number in (("turns", turns), ("queries", queries)):
         if number < 1:
             refuse(name, number, "an integer >= 1")
-    draws = _Draws(seed)
+    draws = Draws(seed)
     writer, words = _Writer(draws, filler, None), _Words(draws)
     done: list[RecallDocument] = []
     old: dict[_Fact, int] = {}  # facts not yet asked for, and where their values stand
@@ -322,6 +322,6 @@ def dialogue(
     return tuple(done)
 
 
-def _some(facts: list[_Fact], count: int, draws: _Draws) -> list[_Fact]:
+def _some(facts: list[_Fact], count: int, draws: Draws) -> list[_Fact]:
     """At most `count` of the facts, in random order."""
     return [facts[n] for n in draws.distinct(min(count, len(facts)), len(facts))]

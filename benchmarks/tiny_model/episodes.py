@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from benchmarks.study.tasks import TASKS, task_document
-from spin_trtllm.recall import _ATTRIBUTES, _KEYS, STYLES, Style, _Draws, _key
+from spin_trtllm.recall import ATTRIBUTES, KEYS, STYLES, Draws, Style, key_name
 
 _TAIL = 0.82  # of an episode: from here on there are only questions
 _FACT_BYTES = 80  # room for a fact of a task
@@ -61,7 +61,7 @@ class _Fact:
 class _Writer:
     """An episode that grows."""
 
-    draws: _Draws
+    draws: Draws
     style: Style
     attribute: str
     keys: list[str]
@@ -97,7 +97,7 @@ class _Writer:
         self.text += fact.value + self.style.question_end.encode()
 
 
-def recall_episode(draws: _Draws, length: int, filler: bytes) -> Episode:
+def recall_episode(draws: Draws, length: int, filler: bytes) -> Episode:
     """An episode, the same for the same draws.
 
     Some episodes are crowded with facts, others spread them in filler text.
@@ -112,8 +112,8 @@ def recall_episode(draws: _Draws, length: int, filler: bytes) -> Episode:
     writer = _Writer(
         draws,
         style=STYLES[draws.below(len(STYLES))],
-        attribute=_ATTRIBUTES[draws.below(len(_ATTRIBUTES))],
-        keys=[_key(number) for number in draws.distinct(facts_at_most, _KEYS)],
+        attribute=ATTRIBUTES[draws.below(len(ATTRIBUTES))],
+        keys=[key_name(number) for number in draws.distinct(facts_at_most, KEYS)],
         numeric=bool(draws.below(2)),
     )
     while len(writer.text) < length:
@@ -136,7 +136,7 @@ def recall_episode(draws: _Draws, length: int, filler: bytes) -> Episode:
     return Episode(bytes(writer.text[:length]), whole)
 
 
-def task_episode(draws: _Draws, length: int, filler: bytes) -> Episode:
+def task_episode(draws: Draws, length: int, filler: bytes) -> Episode:
     """A document of any of the study's tasks.
 
     Args:

@@ -13,7 +13,7 @@ from benchmarks.tiny_model.episodes import recall_episode, task_episode
 from benchmarks.tiny_model.model import BOS
 from benchmarks.tiny_model.stages import STAGES
 from spin_trtllm.errors import SpinError
-from spin_trtllm.recall import _Draws
+from spin_trtllm.recall import Draws
 
 FILLER = b"The quick brown fox jumps over the lazy dog. " * 90
 FACT = re.compile(rb'(?:\n\[| of |\n")([a-z]+ [a-z]+)(?: = | is |": ")(\w{4})')
@@ -23,7 +23,7 @@ QUESTION = re.compile(rb'(?:\n\[| of |\nlookup\(")([a-z]+ [a-z]+)(?: \? |\? Answ
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), length=st.sampled_from([256, 2_048, 8_192]))
 def test_every_question_can_be_answered(seed, length):
-    episode = recall_episode(_Draws(seed), length, FILLER)
+    episode = recall_episode(Draws(seed), length, FILLER)
     assert len(episode.text) == length
     told = {}
     for fact in FACT.finditer(episode.text):
@@ -43,7 +43,7 @@ def test_long_episodes_ask_far_back():
     distances = [
         question.distance_bytes
         for seed in range(20)
-        for question in recall_episode(_Draws(seed), 8_192, FILLER).asked
+        for question in recall_episode(Draws(seed), 8_192, FILLER).asked
     ]
     assert min(distances) < 100
     assert max(distances) > 5_000
@@ -52,7 +52,7 @@ def test_long_episodes_ask_far_back():
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), length=st.sampled_from([2_048, 8_192, 32_768]))
 def test_task_episodes_hold_their_answers(seed, length):
-    episode = task_episode(_Draws(seed), length, (FILLER * 10)[:length])
+    episode = task_episode(Draws(seed), length, (FILLER * 10)[:length])
     assert len(episode.text) == length
     assert episode.asked
     for question in episode.asked:
