@@ -19,7 +19,7 @@ from benchmarks.tiny_model.episodes import recall_episode, task_episode
 from benchmarks.tiny_model.model import BOS
 from benchmarks.tiny_model.stages import Stage
 from spin_trtllm.errors import refuse
-from spin_trtllm.recall import _Draws
+from spin_trtllm.recall import Draws
 
 LOSS_ROWS = 256  # positions of each sequence on which the indexer is compared with the attention
 ANSWER_WEIGHT = 6.0
@@ -91,7 +91,7 @@ class Batches(Dataset[Batch]):
         phase = self._stage.phase_at(step)
         length = phase.length
         sequences = max(1, self._stage.step_bytes // length)
-        draws = _Draws((self._seed << 40) | (self._stage.number << 32) | step)
+        draws = Draws((self._seed << 40) | (self._stage.number << 32) | step)
         tasks = _rounded(sequences * phase.task_share, draws)
         episodes = min(_rounded(sequences * phase.recall_share, draws), sequences - tasks)
         texts = sequences - episodes - tasks
@@ -111,13 +111,13 @@ class Batches(Dataset[Batch]):
         loss_rows = torch.tensor(sorted(draws.distinct(min(LOSS_ROWS, length), length)))
         return Batch(tokens, targets, asked, texts, loss_rows)
 
-    def _excerpt(self, length: int, draws: _Draws) -> bytes:
+    def _excerpt(self, length: int, draws: Draws) -> bytes:
         """Training text from a random place."""
         start = draws.below(len(self._text) - length)
         return self._text[start : start + length]
 
 
-def _rounded(number: float, draws: _Draws) -> int:
+def _rounded(number: float, draws: Draws) -> int:
     """One of the two integers around a number, at random so that it is right on average."""
     whole = int(number)
     return whole + (draws.below(1_000) < 1_000 * (number - whole))
