@@ -29,7 +29,7 @@ from benchmarks.tiny_model.forward import Forward
 from benchmarks.tiny_model.model import BOS
 from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.files import atomic_file
-from spin_trtllm.recall import _Draws
+from spin_trtllm.recall import Draws
 
 EPISODE_SEED = 4_242
 DISTANCES_BYTES = (0, 512, 2_048, 4_096)  # lower ends; the last bucket has no upper end
@@ -62,7 +62,7 @@ def held_out_loss(
 
 def recall_shares(forward: Forward, filler: bytes, *, length: int, episodes: int) -> dict[str, Any]:
     """Share of questions whose answer is picked exactly, overall and by distance."""
-    draws = _Draws(EPISODE_SEED)
+    draws = Draws(EPISODE_SEED)
     made = [recall_episode(draws, length, filler) for _ in range(episodes)]
     bytes_of = torch.tensor([list(episode.text) for episode in made])
     result: dict[str, Any] = {"questions": sum(len(episode.asked) for episode in made)}
