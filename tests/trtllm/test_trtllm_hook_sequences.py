@@ -18,8 +18,8 @@ LANES = 4
 PADDING = 2**64 - 1
 
 
-def lanes_of(sequences: int = LANES, *, takes_turns: bool = True) -> SequenceLanes:
-    return SequenceLanes(sequences, torch.device("cpu"), takes_turns=takes_turns)
+def lanes_of(sequences: int = LANES, *, micro_batches: int = 2) -> SequenceLanes:
+    return SequenceLanes(sequences, torch.device("cpu"), micro_batches=micro_batches)
 
 
 def seats(lanes: SequenceLanes, rows: list[int]) -> list[int]:
@@ -74,7 +74,7 @@ def test_random_batches_equal_a_dictionary() -> None:
         gone = before.keys() - seated.keys()
         waiting = seated.keys() - set(real)
         assert all(before[i] == seated[i] for i in waiting | (before.keys() & set(real)))
-        assert len(gone) == max(0, len(before.keys() | set(real)) - LANES)
+        assert len(gone) == max(0, len(before.keys() | set(real)) - 2 * LANES)
         assert all(used[i] <= used[j] for i in gone for j in waiting)
         used.update(dict.fromkeys(real, t))
         now = dict(zip(rows, lanes.tenants[: len(rows)].tolist(), strict=True))
@@ -96,7 +96,7 @@ def test_rows_without_a_place_of_their_own_leave_nobody_a_lane(rows: list[int]) 
 
 
 def test_who_is_missing_is_forgotten_where_nobody_takes_turns() -> None:
-    lanes = lanes_of(takes_turns=False)
+    lanes = lanes_of(micro_batches=1)
     lanes.place([], [7, 8])
     before = lanes.tenants[:2].tolist()
     lanes.place([], [8])

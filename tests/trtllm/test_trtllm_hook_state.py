@@ -82,15 +82,16 @@ def test_a_sequence_that_sat_out_is_cold_unless_micro_batches_take_turns(stages:
     assert kept(batch, 1) == 1 if stages == 1 else kept(batch, 1) < 0.6
 
 
-def test_micro_batches_that_take_turns_stay_warm() -> None:
-    batch = HostBatch(1, drafts=1)
+def test_full_micro_batches_that_take_turns_stay_warm() -> None:
+    """Each of the stages' micro-batches is as large as a batch may be."""
+    batch = HostBatch(1, drafts=1, max_batch_size=2)
     batch.manager.mapping = SimpleNamespace(pp_size=2)
     hook(SMALL)
-    step, _ = checked(batch)
-    one, two = batch.join(500), batch.join(550)
+    witness = Witness(batch.layers, batch.ratio, batch.top_k, batch.slots, 4, SMALL)
+    turns = [[batch.join(500), batch.join(550)], [batch.join(520), batch.join(590)]]
     for t in range(8):
-        step([(one, two)[t % 2]], next_n=2)
-        assert (kept(batch) == 1) == (t < 2), t
+        witness.check(batch.step(turns[t % 2], next_n=2), engine_of(batch))
+        assert [kept(batch, row) == 1 for row in (0, 1)] == [t < 2] * 2, t
 
 
 @pytest.mark.parametrize("how", ["step", "layer"])

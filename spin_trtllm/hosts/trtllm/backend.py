@@ -167,7 +167,7 @@ class DecodeEngine:
         self.shape, self.config = shape, config
         self.step = _make_step(shape, config)
         self.lanes = SequenceLanes(
-            shape.sequences, shape.device, takes_turns=shape.pipeline_stages > 1
+            shape.sequences, shape.device, micro_batches=shape.pipeline_stages
         )
         self.estimate = StepEstimate(config, ratio=shape.ratio, slots=shape.slots)
         self.twins = Twins()
@@ -286,7 +286,7 @@ def make_engine(metadata: Any, config: SpinConfig, backend: str) -> DecodeEngine
     _logger.info(
         "SPIN: %d layers, %d sequences of %d slots: %.1f MiB of averages, %.1f MiB of buffers",
         len(shape.layers),
-        shape.sequences,
+        engine.step.state.sequences,
         shape.slots,
         averages / 2**20,
         buffers / 2**20,
@@ -295,7 +295,8 @@ def make_engine(metadata: Any, config: SpinConfig, backend: str) -> DecodeEngine
 
 
 def _make_step(shape: HostShape, config: SpinConfig) -> GpuStep | CpuStep:
-    room: dict[str, Any] = {"sequences": shape.sequences, "slots": shape.slots}
+    lanes = shape.sequences * shape.pipeline_stages
+    room: dict[str, Any] = {"sequences": lanes, "slots": shape.slots}
     sizes: dict[str, Any] = {
         "ratio": shape.ratio,
         "sequences": shape.sequences,

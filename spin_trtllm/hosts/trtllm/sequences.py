@@ -47,8 +47,9 @@ class SequenceLanes:
     """Hands out the lanes of a state and keeps the device's copy of who sits where.
 
     Args:
-        sequences: lanes, and most rows of a batch.
-        takes_turns: whether a request that is not in a batch may go on in a later one.
+        sequences: most rows of a batch.
+        micro_batches: batches that take turns, each with lanes of its own; with one, a request that
+            is not in a batch is gone or suspended.
 
     Attributes:
         lanes: int64 `[sequences]`, lane of each generation row, `NO_LANE` for padding; one fixed
@@ -62,18 +63,19 @@ class SequenceLanes:
             pass for a warm-up's.
     """
 
-    def __init__(self, sequences: int, device: torch.device, *, takes_turns: bool = False) -> None:
-        self.sequences, self.takes_turns = sequences, takes_turns
+    def __init__(self, sequences: int, device: torch.device, *, micro_batches: int = 1) -> None:
+        self.sequences, self.micro_batches = sequences, micro_batches
+        lanes = sequences * micro_batches
         self._sent = StagedTable(3, sequences, NO_LANE, device)
         self.lanes, self.ids, self.tenants = self._sent.table.unbind()
         self.lane_of: dict[int, int] = {}
-        self._free = list(range(sequences))[::-1]
-        self._owner = [0] * sequences  # request id of each lane that is taken
+        self._free = list(range(lanes))[::-1]
+        self._owner = [0] * lanes  # request id of each lane that is taken
         self._clock = 0
         # Of each lane, and of one more for rows at NO_LANE, which is the last index: when it was
         # last in a batch (or FREE), and its owner's tenancy.
-        self._used = np.full(sequences + 1, FREE, dtype=np.int64)
-        self._tenancy = np.zeros(sequences + 1, dtype=np.int64)
+        self._used = np.full(lanes + 1, FREE, dtype=np.int64)
+        self._tenancy = np.zeros(lanes + 1, dtype=np.int64)
         self._tenancies = 0
         self._rows: list[int] = []  # what the device holds
         self._is_stale = False  # one of them has lost its lane since
@@ -106,7 +108,7 @@ class SequenceLanes:
         self.known_rows = self.real_rows = int(np.count_nonzero(self.is_known))
         self._clock, self.warm_up_rows = self._clock + 1, 0
         self._used[lanes] = self._clock
-        if self.known_rows < len(self.lane_of) and not self.takes_turns:
+        if self.known_rows < len(self.lane_of) and self.micro_batches == 1:
             for missing in np.flatnonzero(self._used[:-1] < self._clock).tolist():
                 self.forget(self._owner[missing])
         if self.known_rows < len(rows):
