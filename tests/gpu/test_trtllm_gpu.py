@@ -17,7 +17,8 @@ import hook_standin
 import pytest
 import torch
 from graph_batch import GraphBatch
-from hook_batch import HostBatch
+from hook_batch import HostBatch, Step
+from hook_helpers import missed_by_hand
 from hook_witness import Witness, engine_behind
 from host_kernels import OwnKernels, best_kernels
 from torch.profiler import ProfilerActivity, profile
@@ -68,11 +69,11 @@ def _unhooked() -> Iterator[None]:
     hooks.unpatch()
 
 
-def hook(backend: str, **changes: Any) -> Counters:
+def hook(backend: str, probe_every: int = 0, **changes: Any) -> Counters:
     """Hook the stand-in."""
     counters = Counters()
     config = SpinConfig.from_dict(CONFIG | changes)
-    hooks.patch(hook_standin.module(), config, backend, counters)
+    hooks.patch(hook_standin.module(), config, backend, counters, probe_every=probe_every)
     return counters
 
 
@@ -179,6 +180,37 @@ def test_two_ranks_agree_bit_for_bit_one_replaying_one_not(backend: str, device:
             held, other = (e.step.state._read(e.lanes.lane_of[number]) for e in (one, two))
             assert held.keys() == other.keys()
             assert all(torch.equal(held[name], other[name]) for name in held)
+
+
+@on_every_device
+@pytest.mark.parametrize("backend", ["host", "fused"])
+def test_replayed_steps_are_probed_as_a_literal_count_finds(backend: str, device: str) -> None:
+    counters = hook(backend, probe_every=1)
+    batch = batch_on(device, 3, drafts=1)
+    found: list[tuple[int, int]] = []
+    before: tuple[Step, list[list[tuple[int, int]]]] | None = None
+    graphs = 0
+    for _ in range(24):
+        step = batch.random_step()
+        if before is not None:  # whoever goes on is looked up now
+            pairs = zip(before[0].rows, before[1], strict=True)
+            found += [row for i, rows in pairs if i in step.rows for row in rows]
+            graphs += 1
+        probe = engine_of(batch).probe
+        assert probe is not None
+        layer = (probe._seen - 1) % len(batch.layers)
+        missed = missed_by_hand(batch, step, layer, 64)
+        before = (step, missed) if batch.metadata.is_cuda_graph else None
+        if before is None:
+            found += [row for rows in missed for row in rows]
+    assert graphs > 8
+    for _ in range(3):  # what was found is read when the device has it
+        batch.step([batch.join(50)])
+        if device == "cuda":
+            torch.cuda.synchronize()
+    counts = counters.snapshot()
+    assert counts.missed_slots == sum(m for m, _ in found)
+    assert counts.probed_slots == sum(n for _, n in found) > 1000
 
 
 def launched(device: str, run: Callable[[], object]) -> list[str]:

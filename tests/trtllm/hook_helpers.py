@@ -7,7 +7,8 @@ from types import ModuleType
 from typing import Any
 
 import hook_standin
-from hook_batch import HostBatch
+import numpy as np
+from hook_batch import HostBatch, Step
 from hook_witness import Witness, engine_behind
 
 from spin_trtllm.config import SpinConfig
@@ -57,3 +58,23 @@ def kept(batch: HostBatch, row: int = 0) -> float:
     """Share of a row's blocks that the last step kept in the first layer."""
     view = engine_of(batch).step.layer(0)
     return int(view.block_count[row]) / -(-int(view.visible_slots[row]) // 8)
+
+
+def missed_by_hand(
+    batch: HostBatch, step: Step, layer: int, block: int
+) -> list[list[tuple[int, int]]]:
+    """Of each request, for each row: slots of the dense top-k that were missed, and all of them.
+
+    Nothing for a request that skipped no block.
+    """
+    view, found = engine_of(batch).step.layer(layer, len(step.rows)), []
+    for s, start in enumerate(step.starts):
+        kept = {j for j in view.block_list[s].tolist() if j >= 0}
+        rows = []
+        if len(kept) < -(-int(view.visible_slots[s]) // block):
+            for row in range(step.next_n):
+                scores = step.scores[layer, s, row, : (start + row + 1) // batch.ratio]
+                best = np.lexsort((np.arange(len(scores)), -scores))[: batch.top_k]
+                rows.append((sum(int(i) // block not in kept for i in best), len(best)))
+        found.append(rows)
+    return found

@@ -6,30 +6,15 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import numpy as np
 import pytest
 from hook_batch import GRAPH_DUMMY, HostBatch, Step
-from hook_helpers import SMALL, engine_of, hook
+from hook_helpers import SMALL, engine_of, hook, missed_by_hand
 
 from spin_trtllm.hosts.trtllm import indexer as hooks
 from spin_trtllm.hosts.trtllm import probe as probes
 
 LARGE = SMALL | {"block_size": 32}
 PAGES = {"tokens_per_block": 128, "max_seq_len": 2048, "max_batch_size": 3}
-
-
-def count_by_hand(batch: HostBatch, step: Step, layer: int, block: int) -> list[tuple[int, int]]:
-    """Missed and all slots of the dense top-k, of each row whose request skipped a block."""
-    view, found = engine_of(batch).step.layer(layer), []
-    for s, start in enumerate(step.starts):
-        kept = {j for j in view.block_list[s].tolist() if j >= 0}
-        if len(kept) == -(-int(view.visible_slots[s]) // block):
-            continue
-        for row in range(step.next_n):
-            scores = step.scores[layer, s, row, : (start + row + 1) // batch.ratio]
-            best = np.lexsort((np.arange(len(scores)), -scores))[: batch.top_k]
-            found.append((sum(int(i) // block not in kept for i in best), len(best)))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -54,7 +39,8 @@ def test_the_miss_rate_is_that_of_a_literal_count(
         step = batch.random_step()
         assert step.selected.equal(expected.selected)  # a probe changes nothing
         if t % 3 == 2:
-            found += count_by_hand(batch, step, (t // 3) % 2, config["block_size"])
+            missed = missed_by_hand(batch, step, (t // 3) % 2, config["block_size"])
+            found += [row for rows in missed for row in rows]
     batch.step([GRAPH_DUMMY])  # what was found is read in the next step
     counts = counters.snapshot()
     assert counts.probed_slots == sum(n for _, n in found) > 100
@@ -63,19 +49,39 @@ def test_the_miss_rate_is_that_of_a_literal_count(
     assert counts.miss_rows[0] == sum(m == 0 for m, _ in found)
 
 
-def test_steps_that_a_graph_replays_are_not_probed() -> None:
-    batch = HostBatch(2)
-    counters = hook(SMALL, probe_every=1)
-    number = batch.join(600)
-    batch.step([number])
+@pytest.mark.parametrize(("drafts", "backend"), [(0, "host"), (1, "host"), (1, "fused")])
+def test_steps_of_a_graph_are_probed_when_they_are_over(drafts: int, backend: str) -> None:
+    """By whoever goes on: in the next step they sit in other rows, and some are gone."""
+    options = {**PAGES, "drafts": drafts}
+    plain, batch = HostBatch(2, **options), HostBatch(2, **options)
+    hook(LARGE, backend)
+    want = [plain.random_step() for _ in range(40)]
+    hooks.unpatch()
+    counters, found = hook(LARGE, backend, probe_every=3), []
     batch.metadata.is_cuda_graph = True
-    for _ in range(3):
-        batch.step([number])
-    assert counters.snapshot().probed_slots == 0
-    batch.metadata.is_cuda_graph = False
-    for _ in range(3):
-        batch.step([number])
-    assert counters.snapshot().probed_slots == 2 * batch.top_k
+    due: list[tuple[Step, list[list[tuple[int, int]]]]] = []
+    for t, expected in enumerate(want):
+        step = batch.random_step()
+        assert step.selected.equal(expected.selected)
+        for before, missed in due:
+            pairs = zip(before.rows, missed, strict=True)
+            found += [row for i, rows in pairs if i in step.rows for row in rows]
+        due = []
+        if t % 3 == 2:
+            due = [(step, missed_by_hand(batch, step, (t // 3) % 2, LARGE["block_size"]))]
+    batch.step([GRAPH_DUMMY])  # what was found is read in the next step
+    counts = counters.snapshot()
+    assert counts.probed_slots == sum(n for _, n in found) > 100
+    assert counts.missed_slots == sum(m for m, _ in found) > 0
+    assert sum(counts.miss_rows) == len(found)
+
+
+def test_a_long_batch_is_probed_in_parts() -> None:
+    parts = [probes._some_of(range(20), {i: 19 - i for i in range(20)}, n) for n in range(5)]
+    assert all(len(part) == probes.PROBED_SEQUENCES for part in parts)
+    assert {then for part in parts for then, _ in part} == set(range(20))
+    assert all(now == 19 - then for part in parts for then, now in part)
+    assert probes._some_of([1, 2], {}, 3) == []
 
 
 def test_a_probe_that_fails_is_off_and_spin_goes_on(

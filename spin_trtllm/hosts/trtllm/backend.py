@@ -185,6 +185,7 @@ class DecodeEngine:
         self.lengths = self._lengths.view(self.step.layers, -1)
         self._offsets = torch.arange(shape.rows, device=shape.device)
         self._open: tuple[int, ...] | None = None
+        self._next_n = 0  # rows of each request in the step that was prepared last
         self._logged: set[str] = set()
 
     @property
@@ -209,7 +210,37 @@ class DecodeEngine:
             self.obstacle = "repeated_request"
         self.twins.make(metadata)
         if self.probe is not None:
-            self.probe.next_step(metadata, is_sparse=self.obstacle is None)
+            self._probe(self.probe, metadata)
+
+    def _probe(self, probe: ShadowProbe, metadata: Any) -> None:
+        """Look back at the step before, if it is to be probed, and decide on this one."""
+        try:
+            if probe.replayed is not None and self._next_n:
+                layer, requests = probe.replayed.layer, len(probe.replayed.request_ids)
+                manager = metadata.kv_cache_manager
+                keys = manager.get_indexer_k_cache_buffers(self.shape.layers[layer])
+                probe.look_back(
+                    probe.replayed,
+                    self.step.layer(layer, requests),
+                    self._positions[:requests, : self._next_n],
+                    pages_of(keys),
+                    metadata,
+                    top_k=self.shape.top_k,
+                    ratio=self.shape.ratio,
+                    block_size_slots=self.config.block_size,
+                )
+            runs_sparse = self.obstacle is None
+            if metadata.is_cuda_graph:  # which repeats what its layers did when it was captured
+                runs_sparse = runs_sparse and self.layer_obstacle is None
+            probe.next_step(metadata, is_sparse=runs_sparse)
+            self._next_n = rows_of(metadata) if metadata.num_generations else 0
+        except Exception as error:
+            self.drop_probe(error)
+
+    def drop_probe(self, error: Exception) -> None:
+        """Go on without the probe."""
+        self.probe = None
+        _logger.warning("SPIN's probe is off: %s: %s", type(error).__name__, error)
 
     def figures(self, metadata: Any) -> dict[str, int]:
         """What the step that was prepared will do, for the counters.

@@ -258,14 +258,25 @@ class Call:
             dense: the call as the host made it, whose output buffer SPIN's run overwrites.
         """
         probe, engine = self.engine.probe, self.engine
-        if probe is None or probe.layer != self.index or _is_capturing(self.keys):
+        if probe is None:
             return
         try:
+            if self.metadata.is_cuda_graph:
+                self._keep_query(probe)
+            if probe.layer != self.index or _is_capturing(self.keys):
+                return
             truth = dense()[self.start : self.start + self.requests * self.next_n]
             probe.note(truth, engine.step.layer(self.index), engine.config.block_size)
         except Exception as error:
-            engine.probe = None
-            _logger.warning("SPIN's probe is off: %s: %s", type(error).__name__, error)
+            engine.drop_probe(error)
+
+    def _keep_query(self, probe: ShadowProbe) -> None:
+        """Let a replayed step be scored afterwards, where that is fp8 on pages of a known form."""
+        query, shape = self.arguments["q_fp8"], self.engine.shape
+        if eligibility.fused_obstacle(self.keys, query, shape.rows, shape.rows) is None:
+            rows = slice(self.start, self.start + self.requests * self.next_n)
+            weights = self.arguments["weights"][rows]
+            probe.keep_query(self.index, query[rows], weights, shape.sequences * shape.rows)
 
     def run(self, original: Callable[..., Tensor]) -> Tensor:
         """The layer's selected slots, int32 `[tokens, K]`, in upstream's own output buffer."""

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shadow probe: now and then, what would dense scoring have chosen?
 
-One layer of one in N steps is also run by the host's own method, untouched, before SPIN's run of
-it; the slots it chose are looked up among the blocks that SPIN kept. Layers take turns. The answer
-is not used for anything but the miss rate of SPEC 8.
+One layer of one in N steps is also scored densely, and what dense scoring chooses is looked up
+among the blocks that SPIN kept. Layers take turns. The answer is used for nothing but the miss rate
+of SPEC 8.
 
-Only steps that run in Python can be probed: batches with prefills in them, or all where CUDA graphs
-are off. A step that is replayed from a graph has no place for a second scoring, unless every graph
-carried one, and that would be the cost that SPIN is there to save.
+A step that runs in Python asks the host's own method, untouched, before SPIN's run of it. A step
+that is replayed from a graph has no place for a second scoring: there the graph keeps a copy of
+each layer's queries, a thousandth of the keys, and the step is scored afterwards, before the next
+one begins, while keys and decisions still are what they were.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,23 +22,38 @@ from torch import Tensor
 
 from spin_trtllm.gpu_step import LayerView
 from spin_trtllm.hosts.trtllm.counters import Counters
+from spin_trtllm.ops import score_pages, topk_slots
+
+PROBED_SEQUENCES = 8  # of a replayed step: their dense scores need memory that the host sized
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A step from a graph that is to be probed: a layer's index, request ids of the rows."""
+
+    layer: int
+    request_ids: list[int]
 
 
 class ShadowProbe:
     """Chooses what to probe, and hands the counters what was found once the device is done.
 
     Args:
-        every: one in so many of the steps that can be probed; layers: of the engine.
+        every: one in so many steps; layers: of the engine.
 
     Attributes:
-        layer: index of the layer to probe in this step; None for none.
+        layer: index of the layer to probe in this step, where it runs in Python; None for none.
+        replayed: the last step, if it came from a graph and is to be probed.
     """
 
     def __init__(self, every: int, layers: int, counters: Counters) -> None:
         self._every, self._layers, self._counters = every, layers, counters
         self._seen = 0
         self._waiting: list[tuple[Tensor, torch.cuda.Event | None]] = []
+        self._query: Tensor | None = None  # [layers, rows, heads, 128], as bytes
+        self._weights: Tensor | None = None
         self.layer: int | None = None
+        self.replayed: Replayed | None = None
 
     def next_step(self, metadata: Any, *, is_sparse: bool) -> None:
         """Decide on the step that was prepared; eager, once a step.
@@ -44,11 +62,90 @@ class ShadowProbe:
             is_sparse: whether the step may run SPIN.
         """
         self._collect()
-        self.layer = None
-        if is_sparse and not metadata.is_cuda_graph:
-            self._seen += 1
-            if self._seen % self._every == 0:
-                self.layer = (self._seen // self._every - 1) % self._layers
+        self.layer = self.replayed = None
+        if not is_sparse:
+            return
+        self._seen += 1
+        if self._seen % self._every:
+            return
+        layer = (self._seen // self._every - 1) % self._layers
+        if metadata.is_cuda_graph:
+            self.replayed = Replayed(layer, metadata.request_ids[metadata.num_contexts :])
+        else:
+            self.layer = layer
+
+    def keep_query(self, index: int, query: Tensor, weights: Tensor, most_rows: int) -> None:
+        """Copy a layer's queries to where they outlive a replay; captured with the layer.
+
+        Args:
+            query: e4m3 `[rows, heads, 128]`; weights: fp32 `[rows, heads]`.
+            most_rows: of any step.
+        """
+        if self._query is None or self._weights is None:
+            if query.is_cuda and torch.cuda.is_current_stream_capturing():
+                return  # pragma: no cover - the host runs a step before it captures one
+            room = (self._layers, most_rows)
+            self._query = query.new_zeros(*room, *query.shape[1:], dtype=torch.uint8)
+            self._weights = weights.new_zeros(*room, weights.shape[1])
+        self._query[index, : len(query)].copy_(query.view(torch.uint8))
+        self._weights[index, : len(weights)].copy_(weights)
+
+    def look_back(
+        self,
+        replayed: Replayed,
+        view: LayerView,
+        positions_tokens: Tensor,
+        pages: Tensor,
+        metadata: Any,
+        *,
+        top_k: int,
+        ratio: int,
+        block_size_slots: int,
+    ) -> None:
+        """Score a replayed step densely, before the next one begins.
+
+        Args:
+            view: what SPIN decided in it; positions_tokens: int64 `[G, rows]` of it.
+            pages: the layer's key cache, uint8 `[pages, page_slots * 132]`.
+            metadata: of the next step, whose block tables still name the pages of all requests
+                that go on; those that do not are left out.
+        """
+        if self._query is None or self._weights is None:
+            return
+        now = {request_id: row for row, request_id in enumerate(metadata.request_ids)}
+        pairs = _some_of(replayed.request_ids, now, self._seen)
+        if not pairs:
+            return
+        then, rows = torch.tensor(pairs, device=pages.device).unbind(1)
+        shape = positions_tokens.shape
+        query = self._query[replayed.layer, : shape.numel()].view(torch.float8_e4m3fn)
+        weights = self._weights[replayed.layer, : shape.numel()]
+        part = replace(
+            view,
+            block_list=view.block_list[then],
+            block_count=view.block_count[then],
+            visible_slots=view.visible_slots[then],
+        )
+        blocks = torch.arange(view.block_list.shape[1], dtype=torch.int32, device=pages.device)
+        listed = blocks.expand(len(pairs), -1)
+        scores = score_pages(
+            query.unflatten(0, shape)[then],
+            weights.unflatten(0, shape)[then],
+            pages,
+            metadata.indexer_k_cache_block_offsets[rows],
+            part.visible_slots,
+            listed,
+            block_size_slots=block_size_slots,
+        )
+        truth = topk_slots(
+            scores,
+            listed >= 0,
+            positions_tokens[then],
+            top_k=top_k,
+            ratio=ratio,
+            block_size_slots=block_size_slots,
+        )
+        self.note(truth.flatten(0, 1), part, block_size_slots)
 
     def note(self, truth: Tensor, view: LayerView, block_size_slots: int) -> None:
         """Count, without waiting for the device, what a layer misses.
@@ -98,3 +195,10 @@ def count_missed(truth: Tensor, view: LayerView, block_size_slots: int) -> Tenso
     skips = (view.block_count < visible_blocks).view(-1, 1, 1)
     both = torch.stack([missed, is_slot]).unflatten(2, (-1, truth.shape[1]))
     return (both.sum(3).permute(1, 2, 0) * skips).flatten(0, 1).int()
+
+
+def _some_of(request_ids: Sequence[int], now: dict[int, int], seed: int) -> list[tuple[int, int]]:
+    """Rows then and now of up to `PROBED_SEQUENCES` requests, another part of them each time."""
+    pairs = [(row, now[i]) for row, i in enumerate(request_ids) if i in now]
+    first = seed * PROBED_SEQUENCES % max(len(pairs), 1)
+    return (pairs[first:] + pairs[:first])[:PROBED_SEQUENCES]
