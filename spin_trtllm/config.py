@@ -24,6 +24,8 @@ REDUCTIONS = ("A0", "A1", "A2")
 EXPLORATION_POLICIES = ("none", "random", "staleness", "age")
 MASK_POLICIES = ("union", "row0")
 UPDATE_POLICIES = ("prefix", "row0")
+QUERY_POOLINGS = ("mean", "minmax")
+QUERY_MERGES = ("split", "union", "max")
 MAX_TOP_K = 2**20  # no context has more slots
 BACKENDS = ("auto", "host", "fused")
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -38,6 +40,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "mask_policy": MASK_POLICIES,
     "update_policy": UPDATE_POLICIES,
     "state_dtype": tuple(STATE_DTYPES),
+    "query_pooling": QUERY_POOLINGS,
+    "query_merge": QUERY_MERGES,
     "backend": BACKENDS,
 }
 
@@ -60,6 +64,10 @@ class SpinConfig:
         seed: seed of the exploration priorities, 0 .. 2**64-1.
         state_dtype: storage of the averages; arithmetic is always fp32.
         staleness_weight: lambda of the `staleness` policy: score one step of age is worth.
+        query_share: share of the ranked blocks, in [0, 1], that the current query ranks; 0 is off.
+        query_pooling: what stands for a block before the query: the `mean` of its keys, or a bound
+            from the smallest and largest of each component (`minmax`).
+        query_merge: how the two rankings share: `split`, `union` or `max`.
         backend: under TensorRT-LLM, what scores the kept blocks: the `host`'s kernels, this
             package's `fused` ones, or `auto`, which also leaves alone the steps too small to gain.
 
@@ -80,6 +88,9 @@ class SpinConfig:
     seed: int = 0
     state_dtype: str = "fp32"
     staleness_weight: float = 0.01
+    query_share: float = 0.0
+    query_pooling: str = "mean"
+    query_merge: str = "split"
     backend: str = "auto"
 
     def __post_init__(self) -> None:
@@ -88,6 +99,7 @@ class SpinConfig:
         _check_fraction(self, "target_sparsity", below_one=True)
         _check_fraction(self, "ema_decay", below_one=True)
         _check_fraction(self, "exploration", below_one=False)
+        _check_fraction(self, "query_share", below_one=False)
         if to_ppm(self.target_sparsity) >= 1_000_000:
             refuse("target_sparsity", self.target_sparsity, "a number in [0, 1) in steps of 1e-6")
         if self.top_k is not None:
@@ -107,6 +119,11 @@ class SpinConfig:
     def exploration_ppm(self) -> int:
         """`gamma_ppm` of SPEC 2; 0 when exploration is off."""
         return 0 if self.exploration_policy == "none" else to_ppm(self.exploration)
+
+    @property
+    def query_share_ppm(self) -> int:
+        """`query_share` in parts per million; 0 when the current query ranks nothing."""
+        return to_ppm(self.query_share)
 
     @property
     def storage_dtype(self) -> torch.dtype:

@@ -9,7 +9,7 @@ A host calls `plan`, scores the kept blocks in its own way, then `top_k` and `ob
     step.observe(plan, scores, accepted)
 
 When the accepted drafts are not known yet, `defer` replaces `observe`: the next `plan` of each
-sequence reads them off its positions.
+sequence reads them off its positions. With a `query_share`, `plan` takes what `score_blocks` found.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from torch import Tensor
 from spin_trtllm import reference
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import check_integer, refuse
-from spin_trtllm.geometry import accepted_drafts, last_position, visible_slots
+from spin_trtllm.geometry import accepted_drafts, count_blocks, last_position, visible_slots
 from spin_trtllm.reference import Selection
+from spin_trtllm.reference.predict_blocks import NEVER
 from spin_trtllm.reference.select_blocks import as_int64
 from spin_trtllm.state import NOWHERE, SpinState
 
@@ -42,6 +43,7 @@ class StepPlan:
         generations: generation of each entry's lane when planned.
         warm: bool `[S]`; entries that are not warm keep every block.
         selection: the kept blocks.
+        query_scores: fp32 `[S, R, blocks]`, what the current query said; None without a share.
     """
 
     layers: tuple[int, ...]
@@ -50,6 +52,7 @@ class StepPlan:
     generations: tuple[int, ...]
     warm: Tensor
     selection: Selection
+    query_scores: Tensor | None = None
 
     @property
     def drafts(self) -> Tensor:
@@ -95,6 +98,7 @@ class SpinStep:
         layers: Sequence[int],
         sequence_ids: Sequence[int | None],
         positions_tokens: Tensor,
+        query_scores: Tensor | None = None,
     ) -> StepPlan:
         """Predict and select the blocks of one step.
 
@@ -104,11 +108,15 @@ class SpinStep:
             layers: decoder-layer indices that run this step, usually one.
             sequence_ids: request ids; None for a padding row.
             positions_tokens: int64 `[len(sequence_ids), R]`, consecutive in each row; -1 pads.
+            query_scores: fp32 `[entries, R, blocks]` from `score_blocks`, at least all whole blocks
+                that a row sees; given exactly when `query_share` is not 0.
 
         Raises:
-            SpinError: unknown layer, repeated sequence, or positions that no draft can have.
+            SpinError: unknown layer, repeated sequence, positions that no draft can have, or
+                query scores that do not fit.
         """
         self._check(layers, sequence_ids, positions_tokens)
+        self._check_query_scores(len(layers), positions_tokens, query_scores)
         state, positions = self.state, positions_tokens.to(self.state.device)
         homes = [self._layer_index(layer) * (state.sequences + 1) for layer in layers]
         lanes = state.lanes(sequence_ids)
@@ -130,8 +138,9 @@ class SpinStep:
             torch.tensor(layers, dtype=torch.int64, device=state.device).repeat_interleave(
                 len(lanes)
             ),
+            query_scores,
         )
-        plan = StepPlan(tuple(layers), positions, flat, generations, warm, selection)
+        plan = StepPlan(tuple(layers), positions, flat, generations, warm, selection, query_scores)
         self._open.update(dict.fromkeys(flat[positions[:, 0] >= 0].tolist(), plan))
         return plan
 
@@ -195,10 +204,19 @@ class SpinStep:
     # ---- how the product's variant decides; replay's variants replace these ----
 
     def _select(
-        self, lanes: Tensor, positions: Tensor, warm: Tensor, sequence_ids: Tensor, layers: Tensor
+        self,
+        lanes: Tensor,
+        positions: Tensor,
+        warm: Tensor,
+        sequence_ids: Tensor,
+        layers: Tensor,
+        query_scores: Tensor | None,
     ) -> Selection:
         config = self.config
         block_scores = self._block_scores(lanes, positions)
+        if query_scores is not None:
+            missing = block_scores.shape[-1] - query_scores.shape[-1]
+            query_scores = torch.nn.functional.pad(query_scores, (0, missing), value=NEVER)
         return reference.select_blocks(
             block_scores,
             positions,
@@ -213,6 +231,9 @@ class SpinStep:
             seed=config.seed,
             mask_policy=config.mask_policy,
             priorities=self._priorities(lanes, block_scores),
+            query_scores=query_scores,
+            query_share_ppm=config.query_share_ppm,
+            query_merge=config.query_merge,
         )
 
     def _block_scores(self, lanes: Tensor, positions: Tensor) -> Tensor:
@@ -326,6 +347,25 @@ class SpinStep:
             allowed = f"[{len(sequence_ids)}, rows >= 1]"
             refuse("positions_tokens", list(positions.shape), allowed)
         check_positions(positions, self.state.slots, self.ratio)
+
+    def _check_query_scores(
+        self, layers: int, positions: Tensor, query_scores: Tensor | None
+    ) -> None:
+        share, block_size = self.config.query_share, self.config.block_size
+        if not self.config.query_share_ppm:
+            if query_scores is not None:
+                refuse("query_scores", "a tensor", f"None, with a query_share of {share}")
+            return
+        if query_scores is None:
+            refuse("query_scores", None, f"scores of blocks, with a query_share of {share}")
+        entries, rows = layers * positions.shape[0], positions.shape[1]
+        seen = int(visible_slots(positions, self.ratio).amax()) if positions.numel() else 0
+        low, high = seen // block_size, count_blocks(self.state.slots, block_size)
+        shape = tuple(query_scores.shape)
+        fits = query_scores.dtype == torch.float32 and shape[:-1] == (entries, rows)
+        if not fits or not low <= shape[-1] <= high:
+            given = f"{query_scores.dtype} {list(shape)}"
+            refuse("query_scores", given, f"float32 [{entries}, {rows}, {low} .. {high}]")
 
     def _check_scores(self, plan: StepPlan, scores: Tensor) -> None:
         low = int(visible_slots(plan.positions_tokens, self.ratio).amax()) if len(plan.lanes) else 0

@@ -30,6 +30,8 @@ CHOICES: dict[str, list[Any]] = {
     "mask_policy": ["union", "row0"],
     "update_policy": ["prefix", "row0"],
     "state_dtype": ["fp32", "bf16"],
+    "query_pooling": ["mean", "minmax"],
+    "query_merge": ["split", "union", "max"],
     "backend": ["auto", "host", "fused"],
 }
 
@@ -40,6 +42,7 @@ configs = st.fixed_dictionaries(
         "target_sparsity": st.one_of(below_one, st.just(0)),
         "ema_decay": st.one_of(st.floats(0.0, 1.0, exclude_max=True), st.just(5e-324)),
         "exploration": st.one_of(st.floats(0.0, 1.0), st.sampled_from((0, 1))),
+        "query_share": st.one_of(st.floats(0.0, 1.0), st.sampled_from((0, 1))),
         "top_k": st.one_of(st.none(), st.integers(1, 2**20)),
         "seed": st.one_of(st.integers(0, 9), st.integers(0, 2**64 - 1), st.just(2**64 - 1)),
         "staleness_weight": st.one_of(
@@ -154,13 +157,14 @@ def test_choices(field: str, allowed: list[Any]) -> None:
         ("target_sparsity", "a number in [0, 1)"),
         ("ema_decay", "a number in [0, 1)"),
         ("exploration", "a number in [0, 1]"),
+        ("query_share", "a number in [0, 1]"),
     ],
 )
 def test_fractions(field: str, allowed: str) -> None:
     wrong = [None, True, False, "0.5", "", [0.5], {}, 1j, -1, 2, -1e-300, 1.0000001, NAN, INF, -INF]
-    for value in wrong + ([] if field == "exploration" else [1, 1.0]):
+    for value in wrong + ([] if allowed.endswith("1]") else [1, 1.0]):
         assert refusal(**{field: value}) == f"{field}: got {value!r}, allowed: {allowed}"
-    for value in (0, 0.0, 0.5, 0.25) + ((1, 1.0) if field == "exploration" else ()):
+    for value in (0, 0.0, 0.5, 0.25) + ((1, 1.0) if allowed.endswith("1]") else ()):
         stored = getattr(SpinConfig(**{field: value}), field)
         assert stored == value
         assert type(stored) is float
@@ -192,7 +196,8 @@ def test_staleness_weight() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["staleness_weight", "target_sparsity", "ema_decay", "exploration"]
+    "field",
+    ["staleness_weight", "target_sparsity", "ema_decay", "exploration", "query_share"],
 )
 def test_an_integer_that_no_float_holds(field: str) -> None:
     start = f"{field}: got 1{'0' * 116}..., allowed: a "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spin_trtllm.geometry import Budget, block_budget, count_blocks, visible_slots
+from spin_trtllm.reference.rank_blocks import first_blocks, rank_blocks
 
 _MASK_64 = 2**64 - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -45,6 +46,9 @@ def select_blocks(
     seed: int,
     mask_policy: str = "union",
     priorities: Tensor | None = None,
+    query_scores: Tensor | None = None,
+    query_share_ppm: int = 0,
+    query_merge: str = "split",
 ) -> Selection:
     """Choose the blocks to score.
 
@@ -57,6 +61,8 @@ def select_blocks(
         ratio, block_size_slots, top_k, sparsity_ppm, exploration_ppm, seed: SPEC 1 and 2.
         mask_policy: `union`, or `row0` (row 0's blocks and the newest block of the last row).
         priorities: `[S, R, B]`, replaces SPEC 6's priorities for study; lowest explored first.
+        query_scores: fp32 `[S, R, B]` from `score_blocks`, -inf where there is none.
+        query_share_ppm, query_merge: what the current query ranks (SPEC 4, step 7).
     """
     width = block_scores.shape[-1]
     index = torch.arange(width, device=block_scores.device)
@@ -73,34 +79,53 @@ def select_blocks(
         priorities = explore_priorities(
             sequence_ids, layers, positions_tokens[:, 0], width, seed=seed
         ).unsqueeze(1)
-    chosen, explored = choose_blocks(block_scores, visible, budget, priorities)
+    chosen, explored = choose_blocks(
+        block_scores,
+        visible,
+        budget,
+        priorities,
+        query_scores=query_scores,
+        query_share_ppm=query_share_ppm,
+        query_merge=query_merge,
+    )
     hot = warm.view(-1, 1, 1)
     return join_rows(torch.where(hot, chosen, visible), explored & hot, present, mask_policy)
 
 
 def choose_blocks(
-    block_scores: Tensor, visible: Tensor, budget: Budget, priorities: Tensor
+    block_scores: Tensor,
+    visible: Tensor,
+    budget: Budget,
+    priorities: Tensor,
+    *,
+    query_scores: Tensor | None = None,
+    query_share_ppm: int = 0,
+    query_merge: str = "split",
 ) -> tuple[Tensor, Tensor]:
     """Steps 5 to 9 of SPEC 4 for every row: all chosen blocks, and the explored ones among them.
 
     Args:
         block_scores: fp32 `[S, R, B]`; visible: bool `[S, R, B]`; budget: tensors `[S, R]`.
         priorities: `[S, R or 1, B]`, lowest first; equal ones: lower block first.
+        query_scores, query_share_ppm, query_merge: as for `select_blocks`.
     """
     index = torch.arange(visible.shape[-1], device=visible.device)
     newest = visible.sum(-1, keepdim=True) - 1
     forced = visible & ((index == 0) | (index == newest))
     candidates = visible & ~forced
-    # Clamped, so that a candidate, however low its score, ranks above what is no candidate.
-    lowest = torch.finfo(torch.float32).min
-    ranking = torch.where(candidates, block_scores.clamp(min=lowest), float("-inf"))
-    best = ranking.sort(dim=-1, descending=True, stable=True).indices
-    ranked = _first(best, budget.ranked_blocks)
+    ranked = rank_blocks(
+        candidates,
+        block_scores,
+        budget.ranked_blocks,
+        query_scores=query_scores,
+        query_share_ppm=query_share_ppm,
+        query_merge=query_merge,
+    )
     rest = candidates & ~ranked
     last = float("inf") if priorities.is_floating_point() else torch.iinfo(priorities.dtype).max
     turn = torch.where(rest, priorities, last)
     due = turn.sort(dim=-1, stable=True).indices
-    explored = _first(due, budget.explored_blocks)
+    explored = first_blocks(due, budget.explored_blocks)
     return forced | ranked | explored, explored
 
 
@@ -162,10 +187,3 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 def as_int64(x: int) -> int:
     """The int64 that holds the 64-bit pattern of `x`, 0 .. 2**64-1."""
     return x - 2**64 if x >= 2**63 else x
-
-
-def _first(order: Tensor, counts: Tensor | int) -> Tensor:
-    """Mask of the first `counts` entries of an order `[S, R, B]`; counts is `[S, R]`."""
-    place = torch.arange(order.shape[-1], device=order.device)
-    take = place < torch.as_tensor(counts, device=order.device).unsqueeze(-1)
-    return torch.zeros_like(take).scatter_(-1, order, take)

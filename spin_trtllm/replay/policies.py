@@ -71,6 +71,9 @@ class SpinPolicy(Policy):
 
     def __init__(self, config: SpinConfig, trace: Trace, *, predictions: bool = False) -> None:
         super().__init__(config, trace)
+        self._queries = config.query_share_ppm > 0
+        if self._queries:
+            _check_query_scores(config, trace)
         self._predictions = predictions
         self._state = SpinState(
             trace.layers, sequences=1, slots=max(trace.slots, 1), dtype=config.storage_dtype
@@ -79,7 +82,12 @@ class SpinPolicy(Policy):
 
     def step(self, step: TraceStep) -> Outcome:
         """One decode step of all layers, as a host runs it."""
-        plan = self._spin.plan(self.layers, [self.sequence_id], step.positions_tokens[None])
+        plan = self._spin.plan(
+            self.layers,
+            [self.sequence_id],
+            step.positions_tokens[None],
+            step.query_scores if self._queries else None,
+        )
         predicted = None
         if self._predictions:
             predicted = self._spin.predict(plan.lanes, plan.positions_tokens)
@@ -101,6 +109,16 @@ class SpinPolicy(Policy):
         """The averages of the trace's one sequence."""
         v, d = self._state.v[:, 0].float(), self._state.d[:, 0].float()
         return v[:, : self.slots], d[:, : self.slots + 1]
+
+
+def _check_query_scores(config: SpinConfig, trace: Trace) -> None:
+    """Refuse a share for the query that this trace cannot replay."""
+    recorded = (trace.query_block_size_slots, trace.query_pooling)
+    if recorded == (config.block_size, config.query_pooling):
+        return
+    kind = f"blocks of {recorded[0]} slots pooled by {recorded[1]}" if recorded[0] else "none"
+    given = f"{config.query_share} with blocks of {config.block_size} by {config.query_pooling}"
+    refuse("query_share", given, f"0, or what the trace has query_scores of: {kind}")
 
 
 class _Stateless(Policy):

@@ -8,24 +8,31 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from spin_trtllm.config import MAX_TOP_K
+from spin_trtllm.config import BLOCK_SIZES, MAX_TOP_K, QUERY_POOLINGS
 from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.files import atomic_file, exists, save_tensors
-from spin_trtllm.geometry import last_position, visible_slots
+from spin_trtllm.geometry import count_blocks, last_position, visible_slots
 from spin_trtllm.state import MAX_LAYER
 
 FORMAT = "spin-trace/1"
 MAX_STEP_SCORES = 2**31  # 8 GB: a step must fit into memory
 
 _SCORE_DTYPES = {"F32": np.float32, "F16": np.float16}
-_RANKS = {"scores": 4, "positions": 2, "accepted": 1}
+_DTYPES = {
+    "scores": tuple(_SCORE_DTYPES),
+    "positions": ("I64",),
+    "accepted": ("I64",),
+    "query_scores": ("F32",),
+}
+_RANKS = {"scores": 4, "positions": 2, "accepted": 1, "query_scores": 4}
+_OPTIONAL = {"query_scores"}
 
 
 @dataclass(frozen=True)
@@ -37,12 +44,24 @@ class TraceStep:
         positions_tokens: int64 `[R]`.
         scores: fp32 `[layers, R, slots]`; `-inf` where a slot is not visible.
         accepted: drafts accepted, 0 .. R-1.
+        query_scores: fp32 `[layers, R, blocks]`, what the query said of whole blocks, `-inf` where
+            the row sees none; None when the trace does not hold them.
     """
 
     index: int
     positions_tokens: Tensor
     scores: Tensor
     accepted: int
+    query_scores: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies in the file."""
+
+    offset_bytes: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
 
 
 class Trace:
@@ -55,6 +74,7 @@ class Trace:
         steps, rows, slots, ratio, top_k, sequence_id: integers; layers: decoder-layer indices.
         positions_tokens: int64 `[steps, rows]`; accepted: int64 `[steps]`.
         source: where the trace came from, or an empty string.
+        query_block_size_slots, query_pooling: of `query_scores`; 0 and "" when there are none.
 
     Raises:
         SpinError: not a readable trace; the line says what is wrong with which tensor or key.
@@ -75,6 +95,7 @@ class Trace:
             self._refuse("layers", f"{len(self.layers)} indices", f"{layers}, as scores has")
         if self.rows < 1:
             self._refuse("scores", f"{self.rows} rows", "at least 1")
+        self.query_block_size_slots, self.query_pooling = self._query_facts(metadata)
         self._check_positions()
         self._check_accepted()
 
@@ -85,30 +106,47 @@ class Trace:
         """Read the steps in order.
 
         Raises:
-            SpinError: NaN in a visible slot.
+            SpinError: NaN in a visible slot, or in a block that a row sees whole.
         """
-        shape = self._score_shape[1:]
-        count = int(np.prod(shape))
         with self.path.open("rb") as file:
-            file.seek(self._score_offset)
             for index in range(self.steps):
-                data = np.fromfile(file, dtype=self._score_dtype, count=count)
-                if data.size < count:
-                    self._refuse("scores", f"an end in step {index}", f"{self.steps} steps")
-                scores = torch.from_numpy(data.astype(np.float32, copy=False).reshape(shape))
-                positions = self.positions_tokens[index]
-                accepted = int(self.accepted[index])
-                yield TraceStep(index, positions, self._visible(index, scores), accepted)
+                slots = visible_slots(self.positions_tokens[index], self.ratio)
+                scores = self._read("scores", file, index)
+                queries = None
+                if self.query_block_size_slots:
+                    whole = slots // self.query_block_size_slots
+                    queries = self._read("query_scores", file, index)
+                    queries = self._visible("query_scores", index, queries, whole)
+                yield TraceStep(
+                    index,
+                    self.positions_tokens[index],
+                    self._visible("scores", index, scores, slots),
+                    int(self.accepted[index]),
+                    queries,
+                )
 
-    def _visible(self, index: int, scores: Tensor) -> Tensor:
-        visible = torch.arange(self.slots) < visible_slots(
-            self.positions_tokens[index], self.ratio
-        ).unsqueeze(-1)
-        scores = torch.where(visible, scores, float("-inf"))
+    def _read(self, name: str, file: BinaryIO, index: int) -> Tensor:
+        """One step of a tensor, fp32.
+
+        safetensors maps the whole file to slice it; plain reads keep memory at one step instead.
+        """
+        place = self._places[name]
+        count = int(np.prod(place.shape[1:]))
+        file.seek(place.offset_bytes + index * count * place.dtype.itemsize)
+        data = np.fromfile(file, dtype=place.dtype, count=count)
+        if data.size < count:
+            self._refuse(name, f"an end in step {index}", f"{self.steps} steps")
+        return torch.from_numpy(data.astype(np.float32, copy=False).reshape(place.shape[1:]))
+
+    def _visible(self, name: str, index: int, scores: Tensor, visible: Tensor) -> Tensor:
+        """Scores `[layers, R, n]`, -inf past the first `visible` entries of each row."""
+        seen = torch.arange(scores.shape[-1]) < visible.unsqueeze(-1)
+        scores = torch.where(seen, scores, float("-inf"))
         if bool(scores.isnan().any()):
-            layer, row, slot = (int(i) for i in scores.isnan().nonzero()[0])
-            where = f"NaN at step {index}, layer {self.layers[layer]}, row {row}, slot {slot}"
-            self._refuse("scores", where, "NaN only where a slot is not visible to the row")
+            unit = "slot" if name == "scores" else "block"
+            layer, row, entry = (int(i) for i in scores.isnan().nonzero()[0])
+            where = f"NaN at step {index}, layer {self.layers[layer]}, row {row}, {unit} {entry}"
+            self._refuse(name, where, f"NaN only where a {unit} is not visible to the row")
         return scores
 
     def _open(self) -> dict[str, str]:
@@ -129,7 +167,7 @@ class Trace:
             reason = " ".join(str(error).split())
             raise SpinError(f"trace {self.path}: not a whole safetensors file: {reason}") from None
         self._score_shape = shapes["scores"]
-        self._score_offset, self._score_dtype = self._locate_scores()
+        self._places = self._locate(shapes)
         return metadata
 
     def _check_tensors(self, file: safe_open) -> dict[str, tuple[int, ...]]:
@@ -137,11 +175,12 @@ class Trace:
         shapes = {}
         for name, rank in _RANKS.items():
             if name not in names:
+                if name in _OPTIONAL:
+                    continue
                 self._refuse("tensors", sorted(names), "scores, positions, accepted")
             view = file.get_slice(name)
-            allowed = tuple(_SCORE_DTYPES) if name == "scores" else ("I64",)
-            if view.get_dtype() not in allowed:
-                self._refuse(f"{name} dtype", view.get_dtype(), " or ".join(allowed))
+            if view.get_dtype() not in _DTYPES[name]:
+                self._refuse(f"{name} dtype", view.get_dtype(), " or ".join(_DTYPES[name]))
             shape = tuple(view.get_shape())
             if len(shape) != rank:
                 self._refuse(f"{name} shape", list(shape), f"{rank} dimensions")
@@ -155,15 +194,34 @@ class Trace:
             self._refuse("accepted shape", list(shapes["accepted"]), f"[{steps}]")
         return shapes
 
-    def _locate_scores(self) -> tuple[int, type[np.floating]]:
-        """Byte offset and dtype of `scores`.
-
-        safetensors maps the whole file to slice it; plain reads keep memory at one step instead.
-        """
+    def _locate(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, _Place]:
+        """Where the tensors lie that are read step by step."""
         with self.path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            entry = json.loads(file.read(length))["scores"]
-        return 8 + length + int(entry["data_offsets"][0]), _SCORE_DTYPES[entry["dtype"]]
+            entries = json.loads(file.read(length))
+        return {
+            name: _Place(
+                8 + length + int(entries[name]["data_offsets"][0]),
+                np.dtype(_SCORE_DTYPES[entries[name]["dtype"]]),
+                shapes[name],
+            )
+            for name in ("scores", "query_scores")
+            if name in shapes
+        }
+
+    def _query_facts(self, metadata: dict[str, str]) -> tuple[int, str]:
+        """Block size and pooling of `query_scores`; 0 and "" when there are none."""
+        if "query_scores" not in self._places:
+            return 0, ""
+        block_size = self._integer(metadata, "query_block_size", BLOCK_SIZES[0], BLOCK_SIZES[-1])
+        pooling = metadata.get("query_pooling")
+        if pooling not in QUERY_POOLINGS:
+            self._refuse("metadata query_pooling", pooling, ", ".join(QUERY_POOLINGS))
+        given = list(self._places["query_scores"].shape)
+        wanted = [*self._score_shape[:3], count_blocks(self.slots, block_size)]
+        if given != wanted:
+            self._refuse("query_scores shape", given, str(wanted))
+        return block_size, pooling
 
     def _integer(self, metadata: dict[str, str], key: str, low: int, high: int) -> int:
         text = metadata.get(key)
@@ -220,6 +278,9 @@ def write_trace(
     layers: Sequence[int],
     sequence_id: int,
     source: str = "",
+    query_scores: Tensor | None = None,
+    query_block_size_slots: int = 0,
+    query_pooling: str = "mean",
 ) -> None:
     """Write a trace file, whole or not at all.
 
@@ -227,6 +288,8 @@ def write_trace(
         scores: fp32 or fp16 `[steps, layers, rows, slots]`, NaN where a slot is not visible.
         positions_tokens: int64 `[steps, rows]`; accepted: int64 `[steps]`.
         ratio, top_k, layers, sequence_id, source: metadata of SPEC 9.
+        query_scores: fp32 `[steps, layers, rows, blocks]`, NaN where the row does not see the
+            whole block, or None; of blocks of `query_block_size_slots`, pooled by `query_pooling`.
     """
     metadata = {
         "format": FORMAT,
@@ -238,6 +301,10 @@ def write_trace(
     if source:
         metadata["source"] = source
     tensors = {"scores": scores, "positions": positions_tokens, "accepted": accepted}
+    if query_scores is not None:
+        tensors["query_scores"] = query_scores
+        metadata["query_block_size"] = str(query_block_size_slots)
+        metadata["query_pooling"] = query_pooling
     with atomic_file(path, argument="trace") as temporary:
         save_tensors(temporary, tensors, metadata, argument="trace")
         Trace(temporary)  # nothing is written that would not be read again

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from spin_trtllm.config import EXPLORATION_POLICIES, REDUCTIONS, SpinConfig
+from spin_trtllm.errors import refuse
 from spin_trtllm.geometry import count_blocks, query_slot, visible_slots
 from spin_trtllm.reference.observe_scores import accept_rows, observe_entries
 from spin_trtllm.reference.predict_blocks import NEVER, pool_blocks, predict_entries
@@ -27,6 +28,8 @@ class SpinVariant(SpinStep):
 
     def __init__(self, config: SpinConfig, state: SpinState, *, ratio: int) -> None:
         super().__init__(config, state, ratio=ratio)
+        if config.reduction == "A0" and config.query_share_ppm:
+            refuse("query_share", config.query_share, "0 with reduction A0, which has no budget")
         lanes = state.v.shape[0] * state.v.shape[1]
         # The clock counts observed steps; a block is as old as the steps since it was last scored.
         self._clock = torch.zeros(lanes, dtype=torch.int64)
@@ -49,10 +52,16 @@ class SpinVariant(SpinStep):
         )
 
     def _select(
-        self, lanes: Tensor, positions: Tensor, warm: Tensor, sequence_ids: Tensor, layers: Tensor
+        self,
+        lanes: Tensor,
+        positions: Tensor,
+        warm: Tensor,
+        sequence_ids: Tensor,
+        layers: Tensor,
+        query_scores: Tensor | None,
     ) -> Selection:
         if self.config.reduction != "A0":
-            return super()._select(lanes, positions, warm, sequence_ids, layers)
+            return super()._select(lanes, positions, warm, sequence_ids, layers, query_scores)
         predicted = self.predict(lanes, positions)
         assert predicted is not None
         return self._keep_best_slots(predicted, positions, warm)
