@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from spin_trtllm.hosts.transformers.sequences import CacheRows
@@ -40,6 +42,17 @@ class Call:
     kept: Tensor | None = None
     slots: Tensor | None = None
     picks: Tensor | None = None
+
+
+def head_weights(scorer: torch.nn.Module, hidden: Tensor) -> Tensor:
+    """What the host's scorer multiplies the heads with: fp32 `[S, 1, H]`, all its factors in one.
+
+    Args:
+        hidden: `[S, 1, hidden]`.
+    """
+    host: Any = scorer
+    weights: Tensor = host.weights_proj(hidden).float()
+    return weights * (host.weights_scaling * host.softmax_scale)
 
 
 def gather_keys(keys: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from spin_trtllm.errors import refuse
 from spin_trtllm.files import atomic_file, save_tensors
 from spin_trtllm.geometry import count_blocks
+from spin_trtllm.hosts.transformers.call import ABSENT
 from spin_trtllm.replay.trace import write_trace
 from spin_trtllm.step import SpinStep, StepPlan
 
@@ -31,6 +32,7 @@ class _Entry:
     row_blocks: Tensor  # bool [B]
     explored: Tensor  # bool [B]
     topk: Tensor  # int32 [K]
+    query_scores: Tensor | None  # fp32 [N // block size]
 
 
 @dataclass(eq=False)
@@ -107,9 +109,14 @@ class Capture:
             SpinError: a sequence of which nothing was recorded, or a path that cannot be written.
         """
         steps = self._steps(sequence)
+        config, width = self._step.config, _width(steps)
+        queries = None
+        if config.query_share_ppm:
+            blocks = count_blocks(width, config.block_size)
+            queries = self._stack(steps, "query_scores", blocks, float("nan")).unsqueeze(2)
         write_trace(
             path,
-            self._stack(steps, "scores", _width(steps), float("nan")).unsqueeze(2),
+            self._stack(steps, "scores", width, float("nan")).unsqueeze(2),
             torch.tensor([[step.position_tokens] for step in steps]),
             torch.zeros(len(steps), dtype=torch.int64),
             ratio=self._step.ratio,
@@ -117,6 +124,9 @@ class Capture:
             layers=self._step.state.layers,
             sequence_id=sequence,
             source=source,
+            query_scores=queries,
+            query_block_size_slots=config.block_size,
+            query_pooling=config.query_pooling,
         )
 
     def save_dump(self, path: str | os.PathLike[str], sequence: int = 0) -> None:
@@ -161,12 +171,16 @@ class Capture:
     def _entry(self, plan: StepPlan, row: int, scores: Tensor, topk: Tensor) -> _Entry:
         chosen = plan.selection
         blocks = count_blocks(scores.shape[0], self._step.config.block_size)
+        queries = plan.query_scores
+        if queries is not None:  # NaN counts as -inf (SPEC 4), and in a trace means "no such block"
+            queries = queries[row, 0].cpu().nan_to_num(ABSENT, float("inf"), ABSENT)
         return _Entry(
             scores.cpu().clone(),
             chosen.blocks[row, :blocks].cpu().clone(),
             chosen.row_blocks[row, 0, :blocks].cpu().clone(),
             chosen.explored_blocks[row, :blocks].cpu().clone(),
             topk,
+            queries,
         )
 
     def _steps(self, sequence: int) -> list[_Step]:

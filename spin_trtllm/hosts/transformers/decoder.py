@@ -21,12 +21,14 @@ from spin_trtllm.hosts.transformers.call import (
     ABSENT,
     Call,
     gather_keys,
+    head_weights,
     miss_rates,
     scatter_scores,
 )
 from spin_trtllm.hosts.transformers.capture import Capture
 from spin_trtllm.hosts.transformers.sequences import CacheRows, SequenceBook
 from spin_trtllm.hosts.transformers.stats import SpinStats
+from spin_trtllm.reference import pool_keys, score_blocks
 from spin_trtllm.reference.topk_slots import best_slots, expand_blocks
 from spin_trtllm.step import SpinStep, StepPlan
 
@@ -59,6 +61,7 @@ class SpinDecoder:
         self._step = step
         self._scorers = scorers
         self._measures = probe or capture is not None
+        self._queries = step.config.query_share_ppm > 0
         self._strict = strict
         self._logged: set[str] = set()
 
@@ -106,7 +109,7 @@ class SpinDecoder:
         narrowed = None
         if not call.dense:
             with self._falling_back(call):
-                narrowed = self._plan(call, inputs[1])
+                narrowed = self._plan(call, inputs)
         slots = inputs[1].shape[0] * inputs[1].shape[1]
         self.stats.dense_slots_scored += slots
         self.stats.spin_slots_scored += slots if call.kept is None else int(call.kept.sum())
@@ -143,18 +146,22 @@ class SpinDecoder:
 
     def _restart(self, rows: CacheRows) -> None:
         """A prefill: what was learnt before it is no longer trusted (SPEC 3)."""
-        rows.newest_key = None
+        rows.forget_keys()
         self.make_cold(rows.sequence_ids)
 
     # ---- how a step runs ----
 
-    def _plan(self, call: Call, keys: Tensor) -> Tensor | None:
+    def _plan(self, call: Call, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor | None:
         """Choose the blocks. Returns the kept keys, None when nothing is skipped."""
+        keys = inputs[1]
         reason = self._unserved(call, keys.shape[1])
         if reason is not None:
             self._give_up(call, reason)
             return None
-        plan = self._step.plan([call.layer], call.rows.sequence_ids, call.positions_tokens)
+        query_scores = self._score_blocks(call, inputs) if self._queries else None
+        plan = self._step.plan(
+            [call.layer], call.rows.sequence_ids, call.positions_tokens, query_scores
+        )
         kept = expand_blocks(plan.selection.blocks, keys.shape[1], self._step.config.block_size)
         call.plan, call.kept = plan, kept
         self._count(call, plan, keys.shape[1])
@@ -162,6 +169,19 @@ class SpinDecoder:
             return None
         call.slots, narrowed = gather_keys(keys, kept)
         return narrowed
+
+    def _score_blocks(self, call: Call, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """What the current query says of every whole block: fp32 `[S, 1, T // block size]`."""
+        query, keys, hidden = inputs
+        config, known = self._step.config, call.rows.pooled_keys
+        known[call.layer] = pooled = pool_keys(
+            keys,
+            block_size_slots=config.block_size,
+            query_pooling=config.query_pooling,
+            known=known.get(call.layer),
+        )
+        self.stats.pooled_keys_scored += pooled[..., 0].numel()
+        return score_blocks(query, head_weights(self._scorers[call.layer], hidden), pooled)
 
     def _unserved(self, call: Call, slots: int) -> str | None:
         """Why SPIN cannot serve a step: a reason to count, or None."""
@@ -241,6 +261,7 @@ class SpinDecoder:
         """Serve the rest of this step densely, and trust nothing that was learnt so far."""
         self.stats.fallbacks[reason] += len(call.rows.sequence_ids)
         self.make_cold(call.rows.sequence_ids)
+        call.rows.pooled_keys.clear()
         if self.capture is not None:
             self.capture.forget(call.rows.sequence_ids)
         call.rows.dense = call.dense = True

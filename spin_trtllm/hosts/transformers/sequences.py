@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -24,11 +24,18 @@ class CacheRows:
         newest_key: `[rows, head_dim]`, sliding-window key of each row's newest token when last
             seen in a decode step; None after a prefill.
         dense: the running step gave up in some layer, so its remaining layers stay dense too.
+        pooled_keys: `[rows, whole blocks, P, D]` by layer, what `pool_keys` made so far.
     """
 
     sequence_ids: tuple[int, ...]
     newest_key: Tensor | None = None
     dense: bool = False
+    pooled_keys: dict[int, Tensor] = field(default_factory=dict)
+
+    def forget_keys(self) -> None:
+        """The cache may hold other keys than it did."""
+        self.newest_key = None
+        self.pooled_keys.clear()
 
     def follow(self, keys: Tensor) -> list[int]:
         """Ids of the rows that no longer hold what they held: beams moved, or the cache changed.
@@ -43,8 +50,11 @@ class CacheRows:
         if seen is None:
             return []
         if keys.shape[2] < 2:
+            self.pooled_keys.clear()
             return list(self.sequence_ids)
         same = (keys[:, 0, -2] == seen).all(-1)
+        if not bool(same.all()):
+            self.pooled_keys.clear()
         return [i for i, kept in zip(self.sequence_ids, same.tolist(), strict=True) if not kept]
 
 
