@@ -271,6 +271,15 @@ def test_a_ranking_by_hand() -> None:
     assert chosen("max", 900_000, wanted=2) == [2, 3]
 
 
+def test_without_a_share_nothing_is_scaled() -> None:
+    """On a scale of 1e30, 1 and 2 would tie."""
+    history = torch.tensor([[[1e30, 1.0, 2.0, 0.0]]])
+    candidates = torch.ones(1, 1, 4, dtype=torch.bool)
+    query = {"query_scores": torch.zeros(1, 1, 4), "query_merge": "max"}
+    found = rank_blocks(candidates, history, torch.tensor([[2]]), query_share_ppm=0, **query)
+    assert found[0, 0].tolist() == [True, False, True, False]
+
+
 @pytest.mark.parametrize("merge", MERGES)
 def test_scores_that_are_no_numbers(merge: str) -> None:
     """NaN and -inf rank below all numbers, and no block is chosen that is no candidate."""
