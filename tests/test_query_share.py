@@ -272,12 +272,12 @@ def test_a_ranking_by_hand() -> None:
 
 
 def test_without_a_share_nothing_is_scaled() -> None:
-    """On a scale of 1e30, 1 and 2 would tie."""
-    history = torch.tensor([[[1e30, 1.0, 2.0, 0.0]]])
+    """On a scale that begins at -1e30, 1 and 3 would tie."""
+    history = torch.tensor([[[-1e30, 1.0, 2.0, 3.0]]])
     candidates = torch.ones(1, 1, 4, dtype=torch.bool)
     query = {"query_scores": torch.zeros(1, 1, 4), "query_merge": "max"}
     found = rank_blocks(candidates, history, torch.tensor([[2]]), query_share_ppm=0, **query)
-    assert found[0, 0].tolist() == [True, False, True, False]
+    assert found[0, 0].tolist() == [False, False, True, True]
 
 
 @pytest.mark.parametrize("merge", MERGES)
