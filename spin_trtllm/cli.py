@@ -16,6 +16,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("doctor", "Say what will run on this machine, what will not, and how to fix it."),
     "generate": ("generate", "Decode a prompt with SPIN on the embedded host, next to dense."),
     "replay": ("replay", "Replay a trace of indexer scores: what SPIN keeps and what it misses."),
+    "report": ("report", "Run the paper's studies on captured traces: JSON and one HTML page."),
     "serve": ("serve", "Serve an engine with trtllm-serve, once this machine is fit for it."),
     "trace": ("trace", "Capture a trace of indexer scores from a checkpoint and a prompt."),
     "trace-info": ("trace_info", "Describe and check a trace file."),
