@@ -13,46 +13,21 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from benchmarks.study.documents import DIALOGUE, documents_of
 from benchmarks.study.intervals import share_interval
-from benchmarks.study.tasks import TASKS, dialogue, task_document
+from benchmarks.study.tasks import TASKS
 from benchmarks.tiny_model.corpus import load_corpus
 from benchmarks.tiny_model.forward import Forward
 from benchmarks.tiny_model.model import BOS
 from spin_trtllm.errors import SpinError
 from spin_trtllm.files import atomic_file
 from spin_trtllm.recall import RecallDocument
-
-TURNS = 4  # of a dialogue, each reading its share of the context
-
-
-def documents_of(
-    task: str, *, documents: int, context_bytes: int, queries: int, filler: bytes
-) -> Iterator[list[RecallDocument]]:
-    """Seeds `0 .. documents - 1` of a task; a document is its turns, one except for `dialogue`.
-
-    Args:
-        queries: answers a document; `single` has one.
-    """
-    for seed in range(documents):
-        if task == "dialogue":
-            turn_bytes, turn_queries = context_bytes // TURNS, max(1, queries // TURNS)
-            turns = dialogue(
-                seed, turns=TURNS, turn_bytes=turn_bytes, queries=turn_queries, filler=filler
-            )
-            yield list(turns)
-        else:
-            asked = 1 if task == "single" else queries
-            document = task_document(
-                task, seed, context_bytes=context_bytes, queries=asked, filler=filler
-            )
-            yield [document]
 
 
 def right_answers(forward: Forward, turns: list[RecallDocument]) -> list[bool]:
@@ -85,7 +60,7 @@ def answer_all(
 ) -> dict[str, Any]:
     """Right answers, answers, and the interval of their share, by task."""
     result: dict[str, Any] = {}
-    for task in (*TASKS, "dialogue"):
+    for task in (*TASKS, DIALOGUE):
         right: list[bool] = []
         for turns in documents_of(
             task,

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SPIN: through the embedded host's own session or, for several rows a step, as a rule.
+
+The rule is `SpinStep` on the study's hooks. At one row a step both decide alike, bit for bit; a
+test holds them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import TracebackType
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from benchmarks.study.methods.hooked import model_geometry
+from benchmarks.study.methods.rule import Rule
+from benchmarks.study.methods.step import Cost, Step
+from spin_trtllm.config import SpinConfig
+from spin_trtllm.errors import SpinError, refuse
+from spin_trtllm.geometry import visible_slots
+from spin_trtllm.hosts.transformers import config_of, enable
+from spin_trtllm.hosts.transformers.hooks import find_indexers
+from spin_trtllm.state import SpinState
+from spin_trtllm.step import SpinStep, StepPlan
+
+
+class SpinRun:
+    """SPIN's own session at work; the same use as `HookedRun`, but one row a step."""
+
+    def __init__(
+        self, model: torch.nn.Module, config: SpinConfig, sequence_ids: Sequence[int]
+    ) -> None:
+        self._config = config
+        self._geometry = model_geometry(model)
+        self._session = enable(
+            model,
+            config,
+            max_sequences=len(sequence_ids),
+            sequence_ids=sequence_ids,
+            strict=True,
+        )
+
+    def __enter__(self) -> SpinRun:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._session.close()
+
+    @property
+    def cost(self) -> Cost:
+        """What was read so far.
+
+        Raises:
+            SpinError: a step ran dense, so that the cost would be another method's.
+        """
+        stats, heads = self._session.stats, self._geometry.heads
+        if stats.fallbacks:
+            raise SpinError(f"study: SPIN ran dense: {dict(stats.fallbacks)}")
+        return Cost(
+            dense_keys=stats.dense_slots_scored,
+            keys=stats.spin_slots_scored,
+            state_bytes=_state_bytes(
+                self._config, stats.dense_slots_scored, stats.spin_slots_scored
+            ),
+            dense_products=stats.dense_slots_scored * heads,
+            products=stats.spin_slots_scored * heads,
+        )
+
+    def reading(self) -> nullcontext[None]:
+        """The session knows by itself that a call of several tokens reads text."""
+        return nullcontext()
+
+    def again(self, rows: int) -> NoReturn:
+        """Refused.
+
+        Raises:
+            SpinError: always.
+        """
+        refuse("rows", rows, "one row a step in SPIN's session; drafts go through SpinRule")
+
+    def commit(self, accepted: int) -> None:
+        """The session learns by itself."""
+
+
+class SpinRule(Rule):
+    """SPIN for one sequence or several, and for drafts."""
+
+    def __init__(
+        self, model: torch.nn.Module, config: SpinConfig, sequence_ids: Sequence[int]
+    ) -> None:
+        geometry, indexers = model_geometry(model), find_indexers(model)
+        self.block_size_slots = config.block_size
+        self._ids = list(sequence_ids)
+        self._plans: dict[int, StepPlan] = {}
+        self._state = SpinState(
+            list(indexers),
+            sequences=len(self._ids),
+            slots=visible_slots(config_of(model).max_position_embeddings - 1, geometry.ratio),
+            dtype=config.storage_dtype,
+            device=next(model.parameters()).device,
+        )
+        self._step = SpinStep(config.with_top_k(geometry.top_k), self._state, ratio=geometry.ratio)
+
+    def forget(self) -> None:
+        """Every sequence is cold (SPEC 3)."""
+        for sequence_id in self._ids:
+            self._state.reset(sequence_id)
+
+    def keep(self, step: Step) -> Tensor:
+        """SPEC 4."""
+        plan = self._step.plan([step.layer], self._ids, step.positions_tokens)
+        self._plans[step.layer] = plan
+        return plan.selection.blocks
+
+    def learn(self, step: Step, scores: Tensor, accepted: int) -> None:
+        """SPEC 5."""
+        plan = self._plans[step.layer]
+        self._step.observe(plan, scores, torch.full_like(plan.lanes, accepted))
+
+    def extra_cost(self, step: Step, kept_slots: int) -> Cost:
+        """The averages."""
+        everything = step.sequences * step.slots
+        return Cost(state_bytes=_state_bytes(self._step.config, everything, kept_slots))
+
+
+def _state_bytes(config: SpinConfig, slots: int, kept_slots: int) -> int:
+    """Both averages of every slot to predict, then those of the kept slots to update."""
+    return 2 * (slots + kept_slots) * config.storage_dtype.itemsize

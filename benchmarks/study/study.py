@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs cells and keeps their results: one JSON file each, written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.study.cells import Cell, Question
+from benchmarks.study.decoding import Answer, Batch, answer, read_documents
+from benchmarks.study.documents import documents_of
+from benchmarks.study.methods import METHODS, Cost, model_geometry
+from benchmarks.study.speculation import speculate
+from spin_trtllm.demo import environment
+from spin_trtllm.errors import SpinError
+from spin_trtllm.files import atomic_file
+
+VERSION = 1  # of what cells mean: a change that alters figures raises it
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """What all cells of an output directory share.
+
+    Attributes:
+        model: of Transformers, on its device.
+        weights: digest of the model's weights.
+        filler: text around the facts, and to predict.
+        output: directory of the results.
+    """
+
+    model: torch.nn.Module
+    weights: str
+    filler: bytes
+    output: Path
+
+    def path(self, cell: Cell) -> Path:
+        """Where a cell's result is, or will be."""
+        return self.output / f"{cell.name}.json"
+
+    def inputs(self, cell: Cell) -> str:
+        """Digest of all that decides a cell's answers, but for the machine."""
+        parts = [VERSION, asdict(cell), self.weights, hashlib.sha256(self.filler).hexdigest()]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def result(self, cell: Cell) -> dict[str, Any] | None:
+        """A cell's result; None where there is none, or one of other inputs.
+
+        Raises:
+            SpinError: a file that is no result.
+        """
+        path = self.path(cell)
+        try:
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return found if found["inputs"] == self.inputs(cell) else None
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SpinError(f"study: {str(path)!r} is no result: {error!r}") from error
+
+    def left(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Cells without a result."""
+        return [cell for cell in cells if self.result(cell) is None]
+
+    def read(self, question: Question) -> list[Batch]:
+        """The documents of a question, read once for all methods."""
+        documents = list(
+            documents_of(
+                question.task,
+                documents=question.documents,
+                context_bytes=question.context_bytes,
+                queries=question.queries,
+                filler=self.filler,
+            )
+        )
+        size = question.side_by_side
+        return [
+            read_documents(self.model, documents[start : start + size])
+            for start in range(0, len(documents), size)
+        ]
+
+    def run(self, cell: Cell, batches: list[Batch]) -> dict[str, Any]:
+        """Answer the questions of `read` with a cell's method, and write the result."""
+        started = time.perf_counter()
+        answered = _follow if cell.question.drafts is None else _speculate
+        found, cost = answered(self.model, cell, batches)
+        geometry = model_geometry(self.model)
+        result = {
+            "cell": asdict(cell),
+            "inputs": self.inputs(cell),
+            **found,
+            "cost": {
+                **asdict(cost),
+                "bytes_read": cost.bytes_read(geometry),
+                "bytes_share": cost.bytes_share(geometry),
+            },
+            "seconds": time.perf_counter() - started,
+            "environment": environment(self.model),
+        }
+        with atomic_file(self.path(cell)) as path:
+            path.write_text(json.dumps(result) + "\n", encoding="utf-8")
+        return result
+
+
+def _follow(
+    model: torch.nn.Module, cell: Cell, batches: list[Batch]
+) -> tuple[dict[str, Any], Cost]:
+    """Answers with the true text fed: a list for each document."""
+    (batch,) = batches
+    ids = range(len(batch.documents))
+    with METHODS[cell.method].on(model, ids, cell.setting) as run:
+        answers = answer(model, batch, run)
+        cost = run.cost
+    found: dict[str, Any] = {"steps": batch.steps}
+    for field in fields(Answer):
+        found[field.name] = [[getattr(one, field.name) for one in some] for some in answers]
+    return found, cost
+
+
+def _speculate(
+    model: torch.nn.Module, cell: Cell, batches: list[Batch]
+) -> tuple[dict[str, Any], Cost]:
+    """Answers that were generated: a list for each document."""
+    drafts = cell.question.drafts
+    assert drafts is not None
+    found, cost = [], Cost()
+    for number, batch in enumerate(batches):
+        with METHODS[cell.method].on(model, [number], cell.setting, drafts=True) as run:
+            found.append(speculate(model, batch, run, drafts=drafts))
+            cost.add(run.cost)
+    rows = sorted({rows for one in found for rows in one.steps})
+    return {
+        "steps": sum(batch.steps for batch in batches),
+        "right": [one.right for one in found],
+        "tokens": [one.tokens for one in found],
+        "steps_of_rows": {str(n): sum(one.steps.get(n, 0) for one in found) for n in rows},
+        "proposed": sum(one.proposed for one in found),
+        "accepted": sum(one.accepted for one in found),
+    }, cost
