@@ -262,6 +262,8 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, capsys:
     twin = shutil.copy(trace, tmp_path / "twin.trace")
     text = tmp_path / "text"
     text.write_text("no trace")
+    query = tmp_path / "query.yaml"
+    query.write_text("spin: {query_share: 0.5}")
     for arguments, line in {
         ("report", trace, "--output", output, "--studies", "table9"): "--studies: got 'table9', "
         "allowed: table1, tables2-5, figure1, figure2, figure3, figure4",
@@ -272,6 +274,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, capsys:
         ("report", trace, tmp_path, "--output", output): "trace: cannot read",
         ("report", trace, text, "--output", output): "not a whole safetensors file",
         ("report", trace, other, twin, "--output", output): "allowed: each trace once",
+        ("report", trace, "--output", output, "--spin-config", query): "query_share: got '0.5 with",
         ("report", "--output", output): "Missing argument",
         ("report", trace): "Missing option '--output'",
         ("report", trace, "--output", text): "--output: got",

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import strategies
+import torch
 from hypothesis import HealthCheck, given, settings
 from replay_cli import make_trace, save
 from report_cases import referee, regroup, single_rows
@@ -16,7 +18,7 @@ from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError
 from spin_trtllm.replay.policies import POLICIES
 from spin_trtllm.replay.run import replay
-from spin_trtllm.replay.trace import Trace
+from spin_trtllm.replay.trace import Trace, write_trace
 from spin_trtllm.report.drafts import DraftedTrace, Drafts
 from spin_trtllm.report.record import Record, measure
 
@@ -95,6 +97,26 @@ def test_drafts_are_consecutive_rows_of_the_trace(tmp_path: Path) -> None:
     figures = referee(expected)
     assert {k: found[k] for k in FIGURES} == pytest.approx({k: figures[k] for k in FIGURES})
     assert (found["steps"], found["cold_steps"]) == (len(starts), 2)
+
+
+def test_drafts_keep_what_the_query_said(tmp_path: Path) -> None:
+    trace = single_rows(steps=40, seed=3)
+    queries = torch.randn(40, 2, 1, 13)
+    path = tmp_path / "t.trace"
+    write_trace(
+        path,
+        torch.from_numpy(trace["scores"]),
+        torch.from_numpy(trace["positions"]),
+        torch.from_numpy(trace["accepted"]),
+        **{key: trace[key] for key in ("ratio", "top_k", "layers", "sequence_id")},
+        query_scores=queries,
+        query_block_size_slots=8,
+    )
+    first = next(iter(DraftedTrace(path, Drafts(tokens=3, acceptance=0.5)))).query_scores
+    assert first is not None
+    assert torch.equal(first[..., :7], queries[:4, :, 0, :7].transpose(0, 1))
+    config = replace(CONFIG, query_share=0.5)
+    assert measure(DraftedTrace(path, Drafts(3, 0.5)), config).figures()["mean_miss"] > 0
 
 
 @pytest.mark.parametrize(("acceptance", "accepted"), [(0.0, 0), (1.0, 3)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,10 +86,18 @@ class DraftedTrace(Trace):
         for row in self._single:
             window.append(row)
             if index < self.steps and row.index == self._starts[index] + self.rows - 1:
-                scores = torch.cat([each.scores for each in window], dim=1)
-                positions = self.positions_tokens[index]
-                yield TraceStep(index, positions, scores, int(self.accepted[index]))
+                yield self._join(index, window)
                 index += 1
+
+    def _join(self, index: int, rows: Iterable[TraceStep]) -> TraceStep:
+        queries = [row.query_scores for row in rows if row.query_scores is not None]
+        return TraceStep(
+            index,
+            self.positions_tokens[index],
+            torch.cat([row.scores for row in rows], dim=1),
+            int(self.accepted[index]),
+            torch.cat(queries, dim=1) if queries else None,
+        )
 
 
 def _stretches(positions: list[int]) -> Iterator[tuple[int, int]]:

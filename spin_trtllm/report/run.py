@@ -14,6 +14,7 @@ from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError, check_integer, refuse
 from spin_trtllm.files import atomic_file, exists
 from spin_trtllm.geometry import visible_slots
+from spin_trtllm.replay.policies import make_policy
 from spin_trtllm.report.page import write_page
 from spin_trtllm.report.store import Store, TraceFile, hash_trace
 from spin_trtllm.report.studies import STUDIES
@@ -71,7 +72,8 @@ def plan_report(
         jobs: processes that replay, 1 to 1024.
 
     Raises:
-        SpinError: a bad or repeated trace, an unknown study, an output that may not be written.
+        SpinError: a bad or repeated trace, parameters it cannot be replayed with, an unknown
+            study, an output that may not be written.
     """
     for name in studies:
         if name not in STUDIES:
@@ -79,7 +81,7 @@ def plan_report(
     check_integer("--jobs", jobs, 1, _MAX_JOBS)
     if not traces:
         refuse("traces", list(traces), "at least one trace file")
-    files = [_check_trace(path) for path in traces]
+    files = [_check_trace(path, config) for path in traces]
     first: dict[str, TraceFile] = {}
     for file in files:
         if file.sha256 in first:
@@ -155,9 +157,9 @@ def _describe_trace(file: TraceFile) -> dict[str, Any]:
     }
 
 
-def _check_trace(path: str) -> TraceFile:
+def _check_trace(path: str, config: SpinConfig) -> TraceFile:
     file = hash_trace(Path(path))
-    file.open()
+    make_policy("spin", config, file.open())  # the trace may lack what the parameters need
     return file
 
 

@@ -28,7 +28,8 @@ def _label(variant: str, sparsity: float) -> str:
 
 
 def _arms(config: SpinConfig, traces: Sequence[TraceFile]) -> Arms:
-    arms = {"A0": Arm(replace(config, reduction="A0"))}
+    # Without a budget there is no share of it that the query could rank.
+    arms = {"A0": Arm(replace(config, reduction="A0", query_share=0.0))}
     for variant in _BUDGETED:
         reduction, pooling = variant.split("-")
         for sparsity in SPARSITIES:
