@@ -127,6 +127,15 @@ def test_certain_acceptance(tmp_path: Path, acceptance: float, accepted: int) ->
     assert len(drafted) == {0: 2 * 17, 3: 2 * 5}[accepted]
 
 
+def test_a_draft_is_accepted_up_to_its_first_refusal(tmp_path: Path) -> None:
+    trace = single_rows(steps=4_000, seed=0)
+    trace["positions"] = np.arange(4_000)[:, None]
+    trace["scores"] = np.zeros((4_000, 2, 1, 2), dtype=np.float32)
+    path = save(tmp_path, {**trace, "ratio": 2_000})
+    accepted = DraftedTrace(path, Drafts(tokens=3, acceptance=0.5)).accepted.double()
+    assert accepted.mean() == pytest.approx(1 / 2 + 1 / 4 + 1 / 8, abs=0.06)
+
+
 @pytest.mark.parametrize(
     ("positions", "starts"),
     [

@@ -214,6 +214,44 @@ def test_reductions_against_the_referee(tmp_path: Path, capsys: Capture) -> None
         ), label
 
 
+def test_claims_are_differences_of_the_table(tmp_path: Path, capsys: Capture) -> None:
+    studies = ("--studies", "tables2-5,figure2,figure3")
+    results = report(capsys, write_traces(tmp_path, STEPS), tmp_path / "out", *studies)
+
+    def table(study: str, *keys: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+        return {tuple(row[key] for key in keys): row for row in results[study]["rows"]}
+
+    def difference(study: str, text: str, metric: str) -> float:
+        claims = results[study]["claims"]
+        (found,) = (c for c in claims if text in c["text"] and c["metric"].startswith(metric))
+        return float(found["difference"])
+
+    rows = table("tables2-5", "exploration", "target_sparsity")
+    for sparsity in (0.4, 0.5):
+        none, explored = rows["none", sparsity], rows["random", sparsity]
+        text = f"random exploration recalls at least as much as none, at {sparsity:.0%}"
+        for metric, name, sign in (("share", "mean_miss", 1), ("rows", "complete", -1)):
+            expected = sign * (values(none, name)[0] - values(explored, name)[0])
+            assert difference("tables2-5", text, metric) == pytest.approx(expected)
+            assert expected != 0
+    rows = table("figure3", "variant", "target_sparsity")
+    for sparsity in (0.2, 0.3, 0.4, 0.5):
+        blocks, slots = (values(rows[v, sparsity], "p99_miss")[0] for v in ("A2-max", "A1-max"))
+        found = difference("figure3", f"at {sparsity:.0%} sparsity", "p99 miss")
+        assert found == pytest.approx(blocks - slots)
+    rows = table("figure2", "drafts", "policies", "target_sparsity")
+    for acceptance in ACCEPTANCES:
+        tails, lines = {}, {}
+        for update in ("row0", "prefix"):
+            policies = f"union mask, {update} update"
+            points = [rows[f"acceptance {acceptance:g}", policies, s] for s in (0.3, 0.4, 0.5)]
+            lines[update] = np.array([values(p, "realized_sparsity", "p99_miss") for p in points]).T
+        at = (lines["row0"][0][1] + lines["prefix"][0][1]) / 2
+        tails = {update: np.interp(at, *line) for update, line in lines.items()}
+        found = difference("figure2", f"(acceptance {acceptance:g}, union mask)", "p99 miss")
+        assert found == pytest.approx(tails["row0"] - tails["prefix"], abs=1e-9)
+
+
 def test_no_difference_is_no_verdict(tmp_path: Path, capsys: Capture) -> None:
     # Nothing can be skipped of one block: every policy keeps everything.
     traces = [
