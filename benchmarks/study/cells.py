@@ -23,6 +23,7 @@ SPIN: tuple[Setting, ...] = (DENSE, ("spin", 0.4), ("spin", 0.6))
 # Rivals where they read about as much as SPIN at 0.6; the last two cannot choose what they read.
 EQUAL: tuple[Setting, ...] = (
     *SPIN,
+    ("spin_query", 0.6),
     ("streaming", 0.6),
     ("tisa", 0.6),
     ("hisa", 0.6),
@@ -35,7 +36,7 @@ CURVE: tuple[Setting, ...] = (
     DENSE,
     *(
         (method, sparsity)
-        for method in ("spin", "streaming", "tisa", "hisa", "heavy_hitters")
+        for method in ("spin", "spin_query", "streaming", "tisa", "hisa", "heavy_hitters")
         for sparsity in (0.2, 0.4, 0.6, 0.8)
     ),
     ("index_cache", 2),
@@ -65,9 +66,9 @@ class Question:
 
     @property
     def name(self) -> str:
-        """Without the numbers of documents and answers, which the file holds."""
+        """Such as `recall-8192-25x8`: task, length, documents times answers."""
         drafts = "" if self.drafts is None else f"-drafts-{self.drafts}"
-        return f"{self.task}-{self.context_bytes}{drafts}"
+        return f"{self.task}-{self.context_bytes}-{self.documents}x{self.queries}{drafts}"
 
     @property
     def steps(self) -> int:

@@ -1,7 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks are not installed: makes them importable."""
+"""The benchmarks are not installed: makes them importable. And a miniature model and study."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+import pytest
+
+TESTS = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(TESTS.parent), str(TESTS / "tiny_model")]
+
+FILLER = b"The quick brown fox jumps over the lazy dog. " * 30
+
+NEED_TRANSFORMERS = ("answers", "decoding", "methods", "run", "speculation")
+if find_spec("transformers") is None:
+    collect_ignore = [f"test_{name}.py" for name in NEED_TRANSFORMERS]
+
+
+@pytest.fixture(scope="session")
+def model():
+    """Random weights, two layers with an indexer: top-16 of blocks of 16, 16 heads of 16."""
+    from miniature import small_configuration
+
+    from benchmarks.tiny_model.model import CSA, HCA, SLIDING, new_model
+
+    return new_model(small_configuration(layer_types=[SLIDING, CSA, HCA, CSA]), 0).eval()
+
+
+@pytest.fixture(scope="session")
+def filler():
+    return FILLER

@@ -79,11 +79,11 @@ class Method:
 
     Attributes:
         setting: what the setting is.
-        make: a rule for a model, sequence ids and a setting.
+        start: see `on`.
     """
 
     setting: str
-    make: Callable[[torch.nn.Module, Sequence[int], float], Rule]
+    start: Callable[[torch.nn.Module, Sequence[int], float, bool], Run]
 
     def on(
         self,
@@ -93,47 +93,51 @@ class Method:
         *,
         drafts: bool = False,
     ) -> Run:
-        """Start on a model, to be ended by a `with` block.
+        """Start on a model; the `with` block of the result ends it.
 
         Args:
-            sequence_ids: one for each row of the batch.
+            sequence_ids: one for each sequence of the batch; SPIN explores by them.
+            setting: a number, 0 where the method has none.
             drafts: whether steps may have several rows.
         """
-        return HookedRun(model, self.make(model, sequence_ids, setting))
+        return self.start(model, sequence_ids, setting, drafts)
 
 
-class _SpinMethod(Method):
-    def on(
-        self,
-        model: torch.nn.Module,
-        sequence_ids: Sequence[int],
-        setting: float,
-        *,
-        drafts: bool = False,
-    ) -> Run:
-        """Through the embedded host's own session, but for drafts, which it does not take."""
-        if drafts:
-            return super().on(model, sequence_ids, setting, drafts=True)
-        return SpinRun(model, spin_config(setting), sequence_ids)
-
-
-def spin_config(target_sparsity: float) -> SpinConfig:
+def spin_config(target_sparsity: float, query_share: float = 0.0) -> SpinConfig:
     """The tiny model's preset, with averages in bf16 as the large models' presets have them."""
-    return replace(preset("tiny-deepseek-v4"), target_sparsity=target_sparsity, state_dtype="bf16")
+    return replace(
+        preset("tiny-deepseek-v4"),
+        target_sparsity=target_sparsity,
+        query_share=query_share,
+        state_dtype="bf16",
+    )
+
+
+def _rival(setting: str, rule: Callable[[float], Rule]) -> Method:
+    return Method(setting, lambda model, ids, value, drafts: HookedRun(model, rule(value)))
+
+
+def _spin(query_share: float = 0.0) -> Method:
+    def start(model: torch.nn.Module, ids: Sequence[int], value: float, drafts: bool) -> Run:
+        config = spin_config(value, query_share)
+        if drafts:  # which the embedded host's session does not take
+            return HookedRun(model, SpinRule(model, config, ids))
+        return SpinRun(model, config, ids)
+
+    return Method(_SPARSITY, start)
 
 
 _SPARSITY = "target sparsity"
 
 METHODS = {
-    "dense": Method("none", lambda model, ids, setting: Rule()),
-    "spin": _SpinMethod(
-        _SPARSITY, lambda model, ids, setting: SpinRule(model, spin_config(setting), ids)
-    ),
-    "streaming": Method(_SPARSITY, lambda model, ids, setting: Streaming(to_ppm(setting))),
-    "tisa": Method(_SPARSITY, lambda model, ids, setting: Tisa(to_ppm(setting))),
-    "hisa": Method(_SPARSITY, lambda model, ids, setting: Hisa(to_ppm(setting))),
-    "heavy_hitters": Method(_SPARSITY, lambda model, ids, setting: HeavyHitters(to_ppm(setting))),
-    "index_cache": Method("period in layers", lambda model, ids, setting: IndexCache(int(setting))),
-    "head_subset": Method("heads", lambda model, ids, setting: HeadSubset(int(setting))),
-    "previous_picks": Method("none", lambda model, ids, setting: PreviousPicks()),
+    "dense": _rival("none", lambda _: Rule()),
+    "spin": _spin(),
+    "spin_query": _spin(query_share=0.5),
+    "streaming": _rival(_SPARSITY, lambda value: Streaming(to_ppm(value))),
+    "tisa": _rival(_SPARSITY, lambda value: Tisa(to_ppm(value))),
+    "hisa": _rival(_SPARSITY, lambda value: Hisa(to_ppm(value))),
+    "heavy_hitters": _rival(_SPARSITY, lambda value: HeavyHitters(to_ppm(value))),
+    "index_cache": _rival("period in layers", lambda value: IndexCache(int(value))),
+    "head_subset": _rival("heads", lambda value: HeadSubset(int(value))),
+    "previous_picks": _rival("none", lambda _: PreviousPicks()),
 }

@@ -22,7 +22,10 @@ from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.geometry import visible_slots
 from spin_trtllm.hosts.transformers import config_of, enable
+from spin_trtllm.hosts.transformers.call import head_weights
 from spin_trtllm.hosts.transformers.hooks import find_indexers
+from spin_trtllm.reference import pool_keys, score_blocks
+from spin_trtllm.reference.pool_keys import POOLED_KEYS
 from spin_trtllm.state import SpinState
 from spin_trtllm.step import SpinStep, StepPlan
 
@@ -67,11 +70,12 @@ class SpinRun:
         return Cost(
             dense_keys=stats.dense_slots_scored,
             keys=stats.spin_slots_scored,
+            pooled_keys=stats.pooled_keys_scored,
             state_bytes=_state_bytes(
                 self._config, stats.dense_slots_scored, stats.spin_slots_scored
             ),
             dense_products=stats.dense_slots_scored * heads,
-            products=stats.spin_slots_scored * heads,
+            products=(stats.spin_slots_scored + stats.pooled_keys_scored) * heads,
         )
 
     def reading(self) -> nullcontext[None]:
@@ -116,7 +120,9 @@ class SpinRule(Rule):
 
     def keep(self, step: Step) -> Tensor:
         """SPEC 4."""
-        plan = self._step.plan([step.layer], self._ids, step.positions_tokens)
+        plan = self._step.plan(
+            [step.layer], self._ids, step.positions_tokens, self._query_scores(step)
+        )
         self._plans[step.layer] = plan
         return plan.selection.blocks
 
@@ -126,9 +132,26 @@ class SpinRule(Rule):
         self._step.observe(plan, scores, torch.full_like(plan.lanes, accepted))
 
     def extra_cost(self, step: Step, kept_slots: int) -> Cost:
-        """The averages."""
-        everything = step.sequences * step.slots
-        return Cost(state_bytes=_state_bytes(self._step.config, everything, kept_slots))
+        """The averages and, where the current query has a share, the pooled keys."""
+        config = self._step.config
+        pooled = 0
+        if config.query_share_ppm:
+            whole = step.slots // config.block_size
+            pooled = step.sequences * whole * POOLED_KEYS[config.query_pooling]
+        return Cost(
+            pooled_keys=pooled,
+            products=pooled * step.geometry.heads * step.rows,
+            state_bytes=_state_bytes(config, step.sequences * step.slots, kept_slots),
+        )
+
+    def _query_scores(self, step: Step) -> Tensor | None:
+        config = self._step.config
+        if not config.query_share_ppm:
+            return None
+        pooled = pool_keys(
+            step.keys, block_size_slots=config.block_size, query_pooling=config.query_pooling
+        )
+        return score_blocks(step.queries, head_weights(step.scorer, step.hidden), pooled)
 
 
 def _state_bytes(config: SpinConfig, slots: int, kept_slots: int) -> int:

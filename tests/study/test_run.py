@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cells are run once, kept whole, and taken up where a call stopped."""
+
+import dataclasses
+import sys
+
+import pytest
+
+from benchmarks.study import run as command
+from benchmarks.study.cells import DENSE, PARTS, Cell, Question
+from benchmarks.study.documents import NAMES
+from benchmarks.study.estimate import Estimate
+from benchmarks.study.methods import METHODS
+from benchmarks.study.run import AGAIN, run_part
+from benchmarks.study.study import Study
+from spin_trtllm.errors import SpinError
+
+TEXT = Question("text", 500, 2, 6)
+RECALL = Question("recall", 500, 2, 1)
+DRAFTS = Question("text", 500, 2, 40, 3)
+SETTINGS = (DENSE, ("spin", 0.0), ("spin", 0.5))
+PART = tuple(Cell(question, *setting) for question in (TEXT, RECALL) for setting in SETTINGS)
+
+
+@pytest.fixture
+def study(model, filler, tmp_path):
+    return Study(model, "weights", filler, tmp_path)
+
+
+def results(study, cells=PART):
+    return {cell.name: study.result(cell) for cell in cells}
+
+
+def answers(result):
+    return {name: result[name] for name in ("right", "nats", "distance_bytes")}
+
+
+def test_a_part_is_run_once(study, monkeypatch, capsys):
+    assert run_part(study, PART, float("inf")) == []
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [f"[{n}/6]" for n in range(1, 7)]
+    found = results(study)
+    assert {path.name for path in study.output.iterdir()} == {f"{name}.json" for name in found}
+    monkeypatch.setattr(Study, "read", None)  # nothing is read where nothing is left
+    assert run_part(study, PART, float("inf")) == []
+    assert results(study) == found
+
+
+def test_results_have_the_shape_of_the_documents(study):
+    run_part(study, PART, float("inf"))
+    found = results(study)
+    for question, asked in ((TEXT, 6), (RECALL, 1)):
+        dense, off, half = (found[f"{question.name}-{m}-{s:g}"] for m, s in SETTINGS)
+        for result in (dense, off, half):
+            assert {len(of) for values in answers(result).values() for of in values} == {asked}
+            assert {len(values) for values in answers(result).values()} == {2}
+            assert result["cell"]["question"] == dataclasses.asdict(question)
+            assert result["cost"]["dense_keys"] == dense["cost"]["keys"]
+            assert set(result["environment"]) == {"date", "device", "cpu_cores", "versions"}
+        assert answers(off) == answers(dense)  # paired: the same documents, and the same bits
+        assert answers(half) != answers(dense)
+        assert dense["cost"]["bytes_share"] == 1.0
+        assert half["cost"]["keys"] < dense["cost"]["keys"]
+
+
+def test_a_call_stops_for_its_seconds_and_goes_on(study, monkeypatch):
+    clock = iter(range(0, 10**6, 10))  # each look at it costs ten seconds
+    monkeypatch.setattr(command.time, "perf_counter", lambda: next(clock))
+    left = run_part(study, PART, 25.0)
+    assert 0 < len(left) < len(PART)
+    assert left == list(PART[-len(left) :]) == study.left(PART)
+    monkeypatch.undo()
+    assert run_part(study, PART, float("inf")) == []
+    assert len(list(study.output.iterdir())) == len(PART)
+
+
+@pytest.mark.parametrize("field", ["weights", "filler"])
+def test_other_inputs_make_a_cell_anew(field, study):
+    part = PART[:1]
+    run_part(study, part, float("inf"))
+    other = dataclasses.replace(study, **{field: "other" if field == "weights" else b"other text "})
+    assert other.left(part) == list(part)
+    assert study.left(part) == []
+
+
+def test_a_cell_that_fails_leaves_no_file(study, monkeypatch):
+    monkeypatch.setattr("benchmarks.study.study.environment", lambda model: object())
+    with pytest.raises(TypeError, match="JSON"):
+        study.run(PART[0], study.read(TEXT))
+    assert list(study.output.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+def test_a_file_that_is_no_result_is_refused(text, study):
+    study.path(PART[0]).write_text(text)
+    with pytest.raises(SpinError, match="is no result"):
+        study.left(PART)
+
+
+def test_drafts_run_document_by_document(study):
+    part = (Cell(DRAFTS, *DENSE), Cell(DRAFTS, "spin", 0.5))
+    assert run_part(study, part, float("inf")) == []
+    dense, half = (study.result(cell) for cell in part)
+    assert [len(tokens) for tokens in dense["tokens"]] == [40, 40]
+    assert dense["proposed"] > 0
+    assert dense["proposed"] == sum(
+        (int(rows) - 1) * steps for rows, steps in dense["steps_of_rows"].items()
+    )
+    assert half["cost"]["keys"] < half["cost"]["dense_keys"]
+
+
+def test_command_lists_runs_and_refuses(study, monkeypatch, capsys):
+    monkeypatch.setattr(command, "open_study", lambda *_: study)
+    monkeypatch.setitem(PARTS, "quick", PART[:2])
+
+    def call(*more):
+        arguments = ["run", "--part", "quick", "--output", str(study.output), *more]
+        monkeypatch.setattr(sys, "argv", arguments)
+        command.main()
+        return capsys.readouterr().out
+
+    assert call("--list").splitlines()[-1].startswith("2 of 2 cells left, ")
+    with pytest.raises(SystemExit) as stopped:
+        call("--seconds", "0")
+    assert stopped.value.code == AGAIN
+    assert call().splitlines()[-1] == "0 of 2 cells left, 0 s"
+    study.path(PART[0]).write_text("{")
+    with pytest.raises(SystemExit) as stopped:
+        call()
+    assert stopped.value.code == 2
+    assert "is no result" in capsys.readouterr().err
+
+
+def test_every_cell_can_be_run_and_has_its_dense_one():
+    cells = [cell for part in PARTS.values() for cell in part]
+    for part in PARTS.values():
+        assert len({cell.name for cell in part}) == len(part)
+    assert len({cell.name for cell in cells}) == len(set(cells))
+    assert {cell.method for cell in cells} == set(METHODS)
+    assert {cell.question.task for cell in cells} == set(NAMES)
+    dense = {cell.question for cell in cells if (cell.method, cell.setting) == DENSE}
+    assert {cell.question for cell in cells} == dense
+
+
+def test_estimates_follow_what_was_measured():
+    guess = Estimate("cpu").cell(PART[0])
+    measured = Estimate("cpu", [(PART[0], 3 * guess), (PART[1], 3 * guess)])
+    assert measured.cell(PART[5]) == pytest.approx(3 * Estimate("cpu").cell(PART[5]))
+    total = measured.total(PART[:3])
+    assert total == pytest.approx(sum(map(measured.cell, PART[:3])) + measured.reading(TEXT))
+    dialogue = Question("dialogue", 4_096, 4, 4)
+    assert Estimate("cpu").cell(Cell(dialogue, *DENSE)) > Estimate("cpu").reading(dialogue)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts change how many steps an answer takes, and with a dense indexer nothing else."""
+
+import pytest
+
+from benchmarks.study import speculation
+from benchmarks.study.decoding import answer, read_documents
+from benchmarks.study.documents import documents_of
+from benchmarks.study.drafts import NGramDrafts
+from benchmarks.study.methods import METHODS
+from benchmarks.study.speculation import speculate
+from spin_trtllm.errors import SpinError
+
+TOKENS = 24
+
+
+def read(model, filler, task="text", documents=1, queries=TOKENS):
+    made = documents_of(
+        task, documents=documents, context_bytes=600, queries=queries, filler=filler
+    )
+    return read_documents(model, list(made))
+
+
+def run(model, batch, name="dense", setting=0.0, drafts=3):
+    with METHODS[name].on(model, [0], setting, drafts=True) as found:
+        return speculate(model, batch, found, drafts=drafts), found.cost
+
+
+class Drafts(NGramDrafts):
+    """Proposes what a text will be, with every `wrong`-th token changed."""
+
+    text = ()
+    wrong = 10**6
+
+    def __init__(self):
+        super().__init__()
+        self.known = 0
+
+    def extend(self, tokens):
+        self.known += len(tokens)
+
+    def propose(self, count):
+        place = self.known - 601
+        return [
+            1 if number % self.wrong == self.wrong - 1 else token
+            for number, token in enumerate(self.text)
+        ][place : place + count]
+
+
+@pytest.fixture
+def proposing(model, filler, monkeypatch):
+    """Sets what is proposed: the model's own continuation, some tokens of it changed."""
+    plain, _ = run(model, read(model, filler), drafts=0)
+
+    def propose(wrong):
+        drafts = type("Some", (Drafts,), {"text": plain.tokens, "wrong": wrong})
+        monkeypatch.setattr(speculation, "NGramDrafts", drafts)
+        return plain.tokens
+
+    return propose
+
+
+def test_right_drafts_are_accepted(model, filler, proposing):
+    tokens = proposing(wrong=10**6)
+    found, cost = run(model, read(model, filler))
+    assert found.tokens == tokens
+    assert len(tokens) == TOKENS
+    # The first token follows from the text, then five steps of four; the last makes the rest.
+    assert found.steps == {4: 5, 3: 1}
+    assert found.accepted == found.proposed == 17
+    assert cost.keys == cost.dense_keys
+
+
+@pytest.mark.parametrize("wrong", [1, 2, 3, 5])
+def test_wrong_drafts_are_rolled_back(wrong, model, filler, proposing):
+    tokens = proposing(wrong)
+    found, _ = run(model, read(model, filler))
+    assert found.tokens == tokens
+    assert found.accepted < found.proposed
+    if wrong == 1:
+        assert found.accepted == 0
+        assert sum(found.steps.values()) == TOKENS - 1
+
+
+@pytest.mark.parametrize("name", ["spin", "spin_query", "tisa", "previous_picks"])
+def test_a_method_that_skips_takes_drafts(name, model, filler, proposing):
+    proposing(wrong=3)
+    found, cost = run(model, read(model, filler), name, 0.5)
+    assert len(found.tokens) == TOKENS
+    assert 0 < found.accepted < found.proposed
+    assert max(found.steps) == 4
+    assert cost.keys < cost.dense_keys
+
+
+def test_questions_are_fed_and_answers_generated(model, filler):
+    batch = read(model, filler, "recall", queries=2)
+    found, cost = run(model, batch)
+    (turn,) = batch.documents[0]
+    assert len(found.right) == 2
+    assert len(found.tokens) == 8
+    assert found.steps[1] <= 8
+    plain, _ = run(model, batch, drafts=0)
+    assert found.tokens == plain.tokens
+    with METHODS["dense"].on(model, [0], 0) as forced:
+        first = answer(model, batch, forced)[0][0]
+    assert found.right[0] == first.right
+    assert cost.dense_keys > len(turn.asked) * 2 * 150 // 2
+
+
+def test_one_document_at_a_time(model, filler):
+    with pytest.raises(SpinError, match=r"batch: got 'documents of \[1, 1\] turns', allowed: one"):
+        run(model, read(model, filler, documents=2))
