@@ -30,12 +30,12 @@ KERNEL_LIBRARY := build/kernels/libspin.so
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup library test lint fmt demo prove bench clean kernels gpu-test gpu-bench
+.PHONY: help setup library test lint fmt demo prove bench study study-quick clean kernels gpu-test gpu-bench
 
 help: ## list the targets
 	@echo "Usage: make TARGET [PYTHON=python3.x] [PYTEST_ARGS=...]"
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; do \
-		printf '  %-9s %s\n' "$$name" "$$text"; done
+		printf '  %-11s %s\n' "$$name" "$$text"; done
 
 setup: $(SETUP_DONE) ## create .venv with the pinned requirements and an editable install
 	@:
@@ -70,6 +70,17 @@ prove: setup ## show that each regression test fails without its fix
 
 bench: setup ## replay benchmark
 	@$(PY) benchmarks/bench_replay.py
+
+# Held-out text is no part of the repository: without a corpus the Apache License is the filler.
+PART ?= quick
+STUDY_ARGS ?= $(if $(wildcard build/tiny_model/corpus.zip),--corpus build/tiny_model/corpus.zip)
+
+study: setup ## one part of the study (PART=name), resumed where it stopped; results in build/study
+	@$(PY) -m benchmarks.study.run --part $(PART) --output build/study $(STUDY_ARGS)
+
+study-quick: setup ## a small study on the CPU, in less than ten minutes on two cores
+	@$(PY) -m benchmarks.study.run --part quick --output build/study-quick --device cpu
+	@$(PY) -m benchmarks.study.report build/study-quick
 
 # The two GPU targets run in the machine's own Python, which brings a torch built for its driver.
 kernels: $(KERNEL_LIBRARY) ## build libspin.so for one architecture (ARCH=90a, 100a, 120a, or all)

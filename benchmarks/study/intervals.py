@@ -84,13 +84,20 @@ def compare(
         lost=lost,
         gained=gained,
         difference=float(changes.mean()),
-        interval=_resampled(changes, documents),
+        interval=mean_interval(changes, documents),
         sign_p=_sign_test(lost, gained),
     )
 
 
-def _resampled(changes: NDArray[np.int64], documents: Sequence[Hashable]) -> tuple[float, float]:
-    """Percentile interval of the mean change over documents drawn with replacement."""
+def mean_interval(
+    changes: Sequence[float] | NDArray[np.int64], documents: Sequence[Hashable]
+) -> tuple[float, float]:
+    """Percentile interval of a mean, over documents drawn with replacement.
+
+    Args:
+        changes: one of each question, such as a difference of two ways to answer it.
+        documents: which document each question belongs to.
+    """
     number = {document: n for n, document in enumerate(dict.fromkeys(documents))}
     of_answer = np.array([number[document] for document in documents])
     sums = np.bincount(of_answer, weights=changes, minlength=len(number))
