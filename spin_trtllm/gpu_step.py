@@ -470,6 +470,9 @@ def _check_config(config: SpinConfig, state: GpuState, ratio: int, rows: int) ->
         refuse("state", str(state.dtype), f"a state of {config.state_dtype}")
     if config.pooling != "max" and isinstance(state, GrowingState):
         refuse("pooling", config.pooling, "max, with a state that grows")
+    blocks = count_blocks(state.slots, config.block_size)
+    if blocks > native.MAX_BLOCKS:
+        refuse("slots", state.slots, f"at most {native.MAX_BLOCKS} blocks of {config.block_size}")
     if ratio < 1:
         refuse("ratio", ratio, "an integer >= 1")
     if not 1 <= rows <= native.MAX_ROWS:

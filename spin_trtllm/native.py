@@ -93,6 +93,7 @@ KEY_BYTES = 132  # of a slot in a page: 128 e4m3 values and one fp32 scale
 TILE_SLOTS = 256  # SPIN_ADVANCE_TILE_SLOTS
 MAX_ROWS = 8
 MAX_TOP_K = 2048
+MAX_BLOCKS = 16_384  # of a sequence
 
 
 def params_struct(stem: str) -> type[ctypes.Structure]:
@@ -136,11 +137,18 @@ def load() -> ctypes.CDLL:
     Raises:
         SpinError: none found, not loadable, or of another version.
     """
-    path = library_path()
-    if path is None:
-        places = ", ".join(str(p) for p in search_paths())
-        raise SpinError(f"{LIBRARY_NAME}: not found in {places}; build it with `make kernels`")
-    return _load(path)
+    chosen = os.environ.get(LIBRARY_VARIABLE)
+    library = _found.get(chosen)  # a search takes longer than a launch may
+    if library is None:
+        path = library_path()
+        if path is None:
+            places = ", ".join(str(p) for p in search_paths())
+            raise SpinError(f"{LIBRARY_NAME}: not found in {places}; build it with `make kernels`")
+        library = _found[chosen] = _load(path)
+    return library
+
+
+_found: dict[str | None, ctypes.CDLL] = {}  # by `SPIN_LIBRARY`
 
 
 @functools.cache

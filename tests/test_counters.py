@@ -236,3 +236,39 @@ def test_the_counters_of_the_process(
     monkeypatch.delenv("TLLM_SPIN")
     process_counters().step()
     assert len(registered) == 1
+
+
+def test_an_action_that_fails_is_dropped_and_counting_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [0.0]
+    counters = Counters(clock=lambda: now[0])
+    shown: list[int] = []
+
+    def fail(_: Snapshot) -> None:
+        raise FileNotFoundError("no such folder")
+
+    counters.every(5, fail)
+    counters.every(5, lambda counts: shown.append(counts.steps))
+    for _ in range(3):
+        now[0] += 6
+        counters.step()
+    assert shown == [1, 2, 3]
+    assert [r.message for r in caplog.records] == [
+        "SPIN: counters are shown no more: no such folder"
+    ]
+
+
+def test_a_collection_under_the_lock_may_count() -> None:
+    """A manager that dies while its thread takes a snapshot counts its memory from there."""
+    counters = Counters()
+
+    def collected() -> None:
+        with counters._lock:
+            counters.add_state_bytes(5)
+
+    thread = threading.Thread(target=collected, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert counters.snapshot().state_bytes == 5

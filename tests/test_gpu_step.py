@@ -145,3 +145,12 @@ def test_the_estimate_is_what_a_step_takes() -> None:
     assert estimate == step.state.state_bytes + step.buffer_bytes
     huge = GpuStep.estimate_bytes(CONFIG, 21, **{**sizes, "sequences": 256, "slots": 1 << 18})
     assert huge > 21 * 256 * (1 << 18) * (4 + 2 * 4)  # bf16 V and D, and two rows of scores
+
+
+def test_more_blocks_than_the_kernels_take_are_refused_at_once() -> None:
+    sizes = {"ratio": 1, "sequences": 1}
+    assert GpuStep.estimate_bytes(CONFIG, 1, slots=64 * 16_384, **sizes)
+    with pytest.raises(
+        SpinError, match=r"^slots: got 1048577, allowed: at most 16384 blocks of 64"
+    ):
+        GpuStep.estimate_bytes(CONFIG, 1, slots=64 * 16_384 + 1, **sizes)

@@ -267,6 +267,14 @@ def test_the_environment_overrides_the_search(
         native.load()
 
 
+def test_the_library_is_searched_for_once(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native.load()
+    monkeypatch.setattr(native, "search_paths", None)
+    assert native.load() is native.load()
+
+
 def test_a_cpu_is_not_supported() -> None:
     assert not native.supports("cpu")
 

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
+import torch
 from hook_batch import GRAPH_DUMMY, HostBatch, Step
 from hook_helpers import SMALL, engine_of, hook, missed_by_hand
 
@@ -101,3 +104,48 @@ def test_a_probe_that_fails_is_off_and_spin_goes_on(
     assert [r.message for r in caplog.records] == ["SPIN's probe is off: RuntimeError: unforeseen"]
     assert engine_of(batch).probe is None
     assert counters.snapshot().dense_rows == {}
+
+
+def test_a_probe_that_fails_leaves_graphs_what_they_write_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = HostBatch(2, **PAGES)
+    hook(LARGE, probe_every=1)
+    batch.metadata.is_cuda_graph = True
+    number = batch.join(1500)
+    batch.step([number])
+    probe = engine_of(batch).probe
+    assert probe is not None
+    buffer = weakref.ref(probe._query)
+    del probe
+    monkeypatch.setattr(probes, "score_pages", None)
+    batch.step([number])
+    gc.collect()
+    assert engine_of(batch).probe is None
+    assert buffer() is not None
+
+
+def test_a_request_that_prefills_is_not_looked_back_at() -> None:
+    """Its pages are others by then, or hold something else."""
+    batch = HostBatch(2, **PAGES)
+    counters = hook(LARGE, probe_every=1)
+    batch.metadata.is_cuda_graph = True
+    again, other = batch.join(1500), batch.join(1200)
+    for _ in range(3):
+        batch.step([again])
+    before = counters.snapshot().probed_slots
+    batch.step([other], contexts=[again])
+    assert counters.snapshot().probed_slots == before > 0
+
+
+def test_slots_that_no_sequence_has_count_as_missed() -> None:
+    batch = HostBatch(2, **PAGES)
+    hook(LARGE)
+    number = batch.join(2040)
+    for _ in range(2):
+        batch.step([number])
+    view = engine_of(batch).step.layer(0)
+    assert int(view.block_list.max()) == view.block_list.shape[1] - 1
+    kept = int(view.block_list[0, 0]) * 32
+    truth = torch.tensor([[kept, 10**6, -1]], dtype=torch.int32)
+    assert probes.count_missed(truth, view, 32).tolist() == [[1, 2]]

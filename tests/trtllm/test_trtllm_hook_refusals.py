@@ -172,7 +172,7 @@ def test_unknown_queries_and_keys_run_dense() -> None:
     for dtype, cause in ((torch.float16, "query_dtype"), (torch.int8, "key_cache_layout")):
         query = torch.zeros(1, 2, 128).to(dtype)
         indexer.sparse_attn_indexer(batch.metadata, weights, query, none, none, weights)
-        assert engine.layer_obstacle == cause
+        assert engine.layer_obstacle(batch.metadata) == cause
 
 
 def test_a_layer_that_drops_out_of_a_step_is_cold_in_the_next_and_the_others_are_not() -> None:

@@ -148,3 +148,44 @@ def test_ids_beyond_63_bits_are_sequences_like_any() -> None:
     for _ in range(3):
         step([number])
     assert kept(batch) < 0.6
+
+
+def test_a_graph_captured_dense_keeps_what_waits_from_being_taken_for_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be replayed for steps that could run SPIN, and then nothing of SPIN runs in them."""
+    batch = HostBatch(1, drafts=1)
+    hook(SMALL)
+    number = batch.join(500)
+    batch.step([number], next_n=2)
+    step = engine_of(batch).step
+    dropped: list[int | None] = []
+    monkeypatch.setattr(step, "disown", lambda index=None: dropped.append(index))
+    batch.metadata.skip_indexer_for_gen_reqs = True
+    batch.step([number], next_n=2)
+    assert dropped == []
+    batch.metadata.is_cuda_graph = True
+    batch.step([number], next_n=2)
+    assert dropped == [None]
+
+
+def test_graphs_are_counted_by_what_they_were_captured_with() -> None:
+    batch = HostBatch(2)
+    counters = hook(SMALL)
+    rows = [batch.join(600)]
+    dense, sparse = batch.metadata, batch.new_metadata({})
+    dense.is_cuda_graph = sparse.is_cuda_graph = True
+    dense.in_mtp_draft_loop = True
+    batch.step(rows)
+    batch.metadata = sparse
+    for _ in range(3):
+        batch.step(rows)
+    before = counters.snapshot()
+    request = batch.requests[rows[0]]
+    for _ in range(3):  # replays: no Python runs but `prepare`
+        batch._grow(request, request.tokens, request.tokens + 1)
+        dense.prepare(rows, [request.tokens + 1], [request.pages], contexts=[], next_n=1)
+        request.tokens += 1
+    after = counters.snapshot()
+    assert after.dense_rows["draft_loop"] - before.dense_rows.get("draft_loop", 0) == 3
+    assert after.sparse_rows == before.sparse_rows

@@ -142,7 +142,7 @@ class HostShape:
             rows=min(native.MAX_ROWS, _most_rows(metadata, manager)),
             top_k=metadata.sparse_mla_topk,
             device=table.device,
-            pipeline_stages=getattr(getattr(manager, "mapping", None), "pp_size", 1),
+            pipeline_stages=_pipeline_stages(metadata, manager),
         )
 
 
@@ -152,8 +152,7 @@ class DecodeEngine:
     Attributes:
         obstacle: why the step that was prepared last runs dense; None when SPIN may run.
         chooses: whether this package's top-k stands in for the host's.
-        layer_obstacle: why the first layer ran dense when it last ran although its step could
-            have run SPIN; a captured graph repeats what the layers did when it was captured.
+        retired_probe: a probe that failed: captured graphs still write to its buffers.
         lengths: int32 `[layers, G]`, raw tokens of each request as the shorter context has them.
         probe: measures what is missed; None where nobody asked for it.
     """
@@ -176,8 +175,9 @@ class DecodeEngine:
         self.chooses = config.sparsity_ppm > 0
         self._may_decline = backend == "auto"
         self.probe: ShadowProbe | None = None
+        self.retired_probe: ShadowProbe | None = None
         self.obstacle: str | None = "not_prepared"
-        self.layer_obstacle: str | None = None
+        self._layer_obstacles: dict[int, str] = {}  # of each metadata object, by `id`
         size = (shape.sequences, shape.rows)
         self._positions = torch.full(size, -1, dtype=torch.int64, device=shape.device)
         entries = self.step.layers * shape.sequences
@@ -231,16 +231,24 @@ class DecodeEngine:
                 )
             runs_sparse = self.obstacle is None
             if metadata.is_cuda_graph:  # which repeats what its layers did when it was captured
-                runs_sparse = runs_sparse and self.layer_obstacle is None
+                runs_sparse = runs_sparse and self.layer_obstacle(metadata) is None
             probe.next_step(metadata, is_sparse=runs_sparse)
             self._next_n = rows_of(metadata) if metadata.num_generations else 0
         except Exception as error:
             self.drop_probe(error)
 
+    def layer_obstacle(self, metadata: Any) -> str | None:
+        """Why the first layer ran dense when it last ran with `metadata`, in a step that could have
+        run SPIN. Captured graphs have metadata of their own, and repeat what they were captured
+        with.
+        """
+        return self._layer_obstacles.get(id(metadata))
+
     def drop_probe(self, error: Exception) -> None:
         """Go on without the probe."""
-        self.probe = None
-        _logger.warning("SPIN's probe is off: %s: %s", type(error).__name__, error)
+        self.retired_probe, self.probe = self.probe, None
+        # As text: whoever keeps the record must not keep the frames of the failure, too.
+        _logger.warning("SPIN's probe is off: %s: %s", type(error).__name__, str(error))
 
     def figures(self, metadata: Any) -> dict[str, int]:
         """What the step that was prepared will do, for the counters.
@@ -280,13 +288,14 @@ class DecodeEngine:
         skipped = self.step.visible_slots[:entries] - self.step.kept_slots[:entries]
         self.lengths = self._lengths[:entries].view(-1, requests)
         self.lengths.copy_(lengths - self.shape.ratio * skipped.view(-1, requests))
-        self._open, self.layer_obstacle = self._key(metadata, next_n), None
+        self._open = self._key(metadata, next_n)
+        self._layer_obstacles.pop(id(metadata), None)
 
-    def skip(self, index: int, reason: str) -> None:
+    def skip(self, metadata: Any, index: int, reason: str) -> None:
         """Note that a layer runs dense, and log the first time that it does so for a reason."""
         if index == 0:
             self.step.disown()  # a later step must not take this one's tokens for drafts
-            self.layer_obstacle, self._open = reason, None
+            self._layer_obstacles[id(metadata)], self._open = reason, None
         elif self._open is not None:
             self.step.disown(index)
         if reason not in self._logged:
@@ -349,6 +358,14 @@ def _most_rows(metadata: Any, manager: Any) -> int:
     """Drafts + 1 at most: the first metadata that is prepared may be one without drafts."""
     drafts = max(metadata.max_draft_tokens, getattr(manager, "_max_draft_len", 0))
     return max(1 + int(drafts), int(metadata.kv_lens_cuda_2d.shape[1]))
+
+
+def _pipeline_stages(metadata: Any, manager: Any) -> int:
+    for owner in (manager, metadata):
+        stages = getattr(getattr(owner, "mapping", None), "pp_size", None)
+        if stages is not None:
+            return int(stages)
+    return 1
 
 
 def _prefers_fused(backend: str, device: torch.device) -> bool:

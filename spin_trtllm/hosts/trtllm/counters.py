@@ -84,7 +84,8 @@ class Counters:
     def __init__(
         self, *, log_seconds: float = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._lock = threading.Lock()
+        # A collection may free a manager, and count its memory, while this thread holds the lock.
+        self._lock = threading.RLock()
         self._steps = self._sparse = self._cold = 0
         self._kept = self._visible = self._probed = self._missed = self._bytes = 0
         self._dense: Counter[str] = Counter()
@@ -115,7 +116,11 @@ class Counters:
             self._visible += visible_slots
             due = self._due() if self._periodic else ()
         for action in due:
-            action(self.snapshot())
+            try:
+                action(self.snapshot())
+            except Exception as error:  # a folder that is not there must not stop a step
+                self._periodic = [each for each in self._periodic if each.action is not action]
+                _logger.warning("SPIN: counters are shown no more: %s", error)
 
     def dense(self, cause: str, rows: int = 1) -> None:
         """Count rows that run dense. `cause` is one of few fixed words, never a value or a name."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -160,8 +161,10 @@ class Host:
         """
         for engine in self._engines.values():
             if isinstance(engine, DecodeEngine):
-                engine.lanes.clear()
-        self._count(metadata, "failed")
+                with suppress(Exception):  # nothing is left to fall back to
+                    engine.lanes.clear()
+        with suppress(Exception):
+            self._count(metadata, "failed")
 
     def _prepare(self, metadata: Any) -> None:
         manager = metadata.kv_cache_manager
@@ -172,7 +175,7 @@ class Host:
             self._count(metadata, engine)
             return
         engine.prepare(metadata)
-        cause = engine.obstacle or engine.layer_obstacle
+        cause = engine.obstacle or engine.layer_obstacle(metadata)
         self._count(metadata, cause, {} if cause else engine.figures(metadata))
         if engine.lanes.warm_up_rows:
             # A release that gives real requests such ids would run them dense: let that be seen.
@@ -237,7 +240,7 @@ class Call:
         elif reason is None and not self.engine.is_open(self.metadata, self.next_n):
             reason = "step_not_begun"
         if reason is not None:
-            self.engine.skip(self.index, reason)
+            self.engine.skip(self.metadata, self.index, reason)
         return reason
 
     def shorten(self) -> None:
@@ -369,9 +372,11 @@ def _open_call(host: Host, bound: inspect.BoundArguments) -> Call | None:
         return None
     try:
         engine = host.engine(metadata)
-        if isinstance(engine, str) or engine.obstacle is not None:
+        if isinstance(engine, str) or indexer.layer_idx not in engine.shape.layers:
             return None
-        if indexer.layer_idx not in engine.shape.layers:
+        if engine.obstacle is not None:
+            if metadata.is_cuda_graph and indexer.layer_idx == engine.shape.layers[0]:
+                engine.step.disown()  # whatever steps this graph is replayed for
             return None
         call = Call(host, engine, bound)
         if call.obstacle() is not None:

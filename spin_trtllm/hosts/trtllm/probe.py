@@ -22,6 +22,7 @@ from torch import Tensor
 
 from spin_trtllm.gpu_step import LayerView
 from spin_trtllm.hosts.trtllm.counters import Counters
+from spin_trtllm.hosts.trtllm.sequences import is_dummy
 from spin_trtllm.ops import score_pages, topk_slots
 
 PROBED_SEQUENCES = 8  # of a replayed step: their dense scores need memory that the host sized
@@ -112,11 +113,14 @@ class ShadowProbe:
         """
         if self._query is None or self._weights is None:
             return
-        now = {request_id: row for row, request_id in enumerate(metadata.request_ids)}
-        pairs = _some_of(replayed.request_ids, now, self._seen)
+        contexts = metadata.num_contexts
+        going_on = enumerate(metadata.request_ids[contexts:], contexts)  # on the pages they had
+        now = {i: row for row, i in going_on if not is_dummy(i)}
+        pairs = _some_of(replayed.request_ids, now, self._seen // self._every)
         if not pairs:
             return
-        then, rows = torch.tensor(pairs, device=pages.device).unbind(1)
+        chosen = torch.tensor(pairs, pin_memory=pages.is_cuda)
+        then, rows = chosen.to(pages.device, non_blocking=True).unbind(1)
         shape = positions_tokens.shape
         query = self._query[replayed.layer, : shape.numel()].view(torch.float8_e4m3fn)
         weights = self._weights[replayed.layer, : shape.numel()]
@@ -190,15 +194,17 @@ def count_missed(truth: Tensor, view: LayerView, block_size_slots: int) -> Tenso
     kept.scatter_(1, view.block_list.long() % (blocks + 1), True)  # -1 goes to the last column
     slots = truth.view(sequences, -1).long()
     is_slot = slots >= 0
-    missed = is_slot & ~kept.gather(1, slots.clamp(min=0) // block_size_slots)
+    block = slots // block_size_slots
+    found = kept.gather(1, block.clamp(0, blocks - 1)) & (block < blocks)  # the host's may be wild
+    missed = is_slot & ~found
     visible_blocks = (view.visible_slots + (block_size_slots - 1)) // block_size_slots
     skips = (view.block_count < visible_blocks).view(-1, 1, 1)
     both = torch.stack([missed, is_slot]).unflatten(2, (-1, truth.shape[1]))
     return (both.sum(3).permute(1, 2, 0) * skips).flatten(0, 1).int()
 
 
-def _some_of(request_ids: Sequence[int], now: dict[int, int], seed: int) -> list[tuple[int, int]]:
+def _some_of(request_ids: Sequence[int], now: dict[int, int], turn: int) -> list[tuple[int, int]]:
     """Rows then and now of up to `PROBED_SEQUENCES` requests, another part of them each time."""
     pairs = [(row, now[i]) for row, i in enumerate(request_ids) if i in now]
-    first = seed * PROBED_SEQUENCES % max(len(pairs), 1)
+    first = turn * PROBED_SEQUENCES % max(len(pairs), 1)
     return (pairs[first:] + pairs[:first])[:PROBED_SEQUENCES]
