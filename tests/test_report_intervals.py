@@ -16,6 +16,7 @@ from spin_trtllm.report.intervals import (
     _weights,
     interpolate,
     mean_of,
+    p99_layer_mean_of,
     p99_of,
 )
 
@@ -75,6 +76,28 @@ def test_draws_against_a_plain_loop() -> None:
         assert tails[draw] == pytest.approx(np.percentile(drawn, 99), abs=1e-12)
 
 
+def test_tails_of_layers_against_a_plain_loop() -> None:
+    figures = [shares(1, 5 * RUN_STEPS), shares(2, 3 * RUN_STEPS + 1)]
+    figures[0][:, 1] += 0.5
+    figures[1][:, 0] = np.nan  # a layer without figures counts for nothing
+    weights = _weights(tuple(map(len, figures)))
+    estimate = p99_layer_mean_of(figures)
+    found = [estimate.value, *estimate.by_trace, *estimate.draws]
+    for line in [0, 1, 2, *range(3, 3 + RESAMPLES, 100)]:
+        tails, times = [], []
+        for figure, of_trace in zip(figures, np.split(weights[line].astype(int), [5]), strict=True):
+            starts = range(0, len(figure), RUN_STEPS)
+            runs = [figure[n : n + RUN_STEPS] for n in starts]
+            drawn = [run for run, n in zip(runs, of_trace, strict=True) for _ in range(n)]
+            for layer in (0, 1):
+                there = np.concatenate([run[:, layer].ravel() for run in drawn] or [[]])
+                there = there[np.isfinite(there)]
+                if there.size:
+                    tails.append(np.percentile(there, 99))
+                    times.append(of_trace.sum() / len(of_trace))
+        assert found[line] == pytest.approx(np.average(tails, weights=times), abs=1e-12)
+
+
 def test_intervals_contain_the_truth_about_as_often_as_they_say() -> None:
     generator = np.random.default_rng(0)
     hits = 0
@@ -90,7 +113,7 @@ def test_intervals_contain_the_truth_about_as_often_as_they_say() -> None:
 def test_short_traces_have_no_interval() -> None:
     enough, short = [shares(1, 8 * RUN_STEPS)], [shares(1, 7 * RUN_STEPS)]
     assert mean_of(enough).interval is not None
-    for estimate in (mean_of(short), p99_of(short)):
+    for estimate in (mean_of(short), p99_of(short), p99_layer_mean_of(short)):
         assert np.isfinite(estimate.value)
         assert estimate.interval is None
         assert estimate.to_json() == {"value": estimate.value, "low": None, "high": None}
@@ -98,14 +121,14 @@ def test_short_traces_have_no_interval() -> None:
 
 def test_nothing_has_no_figure() -> None:
     nothing = [np.full((300, 2, 1), np.nan)]
-    for estimate in (mean_of(nothing), p99_of(nothing)):
+    for estimate in (mean_of(nothing), p99_of(nothing), p99_layer_mean_of(nothing)):
         assert estimate.to_json() == {"value": None, "low": None, "high": None}
         assert judge("claim", "metric", estimate).verdict == UNDECIDED
 
 
 def test_compared_figures_share_their_draws() -> None:
     low, high = [shares(1, 300)], [shares(1, 300, shift=0.25)]
-    for statistic in (mean_of, p99_of):
+    for statistic in (mean_of, p99_of, p99_layer_mean_of):
         difference = statistic(high) - statistic(low)
         assert difference.interval == pytest.approx((0.25, 0.25))
 

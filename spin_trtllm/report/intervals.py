@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spin_trtllm.report.record import FloatArray
 
@@ -79,10 +80,36 @@ def p99_of(figures: Sequence[FloatArray]) -> Estimate:
     Args:
         figures: one array `[T, ...]` a trace, NaN where there is no figure.
     """
-    runs, values = _by_run(figures)
     weights = _weights(tuple(len(figure) for figure in figures))
+    return _estimate(_percentile_99(*_by_run(figures), weights), len(figures))
+
+
+def p99_layer_mean_of(figures: Sequence[FloatArray]) -> Estimate:
+    """The same of each layer of each trace by itself, then averaged (SPEC 8).
+
+    Args:
+        figures: one array `[T, L, ...]` a trace, NaN where there is no figure.
+    """
+    weights = _weights(tuple(len(figure) for figure in figures))
+    total, count = np.zeros(len(weights)), np.zeros(len(weights))
+    start = 0
+    for figure in figures:
+        runs = _count_runs(len(figure))
+        own = weights[:, start : start + runs]
+        start += runs
+        for layer in range(figure.shape[1]):
+            tail = _percentile_99(*_by_run([figure[:, layer]]), own)
+            times = np.where(np.isfinite(tail), own.sum(1) / max(runs, 1), 0.0)
+            total += times * np.nan_to_num(tail)
+            count += times
+    with np.errstate(invalid="ignore"):
+        return _estimate(total / count, len(figures))
+
+
+def _percentile_99(runs: NDArray[np.int64], values: FloatArray, weights: FloatArray) -> FloatArray:
+    """For every line of `weights`, of values each counted as often as its run is; NaN of none."""
     if not len(values):
-        return _estimate(np.full(len(weights), np.nan), len(figures))
+        return np.full(len(weights), np.nan)
     # Miss rates take few values, n / K: a percentile is read off how often each was drawn.
     levels, level = np.unique(values, return_inverse=True)
     counts = np.zeros((weights.shape[1], len(levels)))
@@ -92,7 +119,7 @@ def p99_of(figures: Sequence[FloatArray]) -> Estimate:
     low = _ranked(levels, below, np.floor(rank))
     high = _ranked(levels, below, np.ceil(rank))
     result = low + (high - low) * (rank - np.floor(rank))
-    return _estimate(np.where(below[:, -1] > 0, result, np.nan), len(figures))
+    return np.where(below[:, -1] > 0, result, np.nan)
 
 
 def interpolate(x: Sequence[Estimate], y: Sequence[Estimate], at: float) -> Estimate:
@@ -114,7 +141,7 @@ def _ranked(levels: FloatArray, below: FloatArray, rank: FloatArray) -> FloatArr
     return levels[np.minimum(index, len(levels) - 1)]
 
 
-def _by_run(figures: Sequence[FloatArray]) -> tuple[np.ndarray, FloatArray]:
+def _by_run(figures: Sequence[FloatArray]) -> tuple[NDArray[np.int64], FloatArray]:
     """Every figure that is there, and the run of steps that it belongs to."""
     runs, values, before = [], [], 0
     for figure in figures:

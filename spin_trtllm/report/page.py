@@ -46,6 +46,8 @@ _METHOD = (
     "of zero. Everything else is undecided, and so is a claim whose two sides never differ. "
     "Intervals are not corrected for the number of claims: of twenty true nothings, one is "
     "expected to look like something.",
+    "A miss rate is a number of slots out of K, so percentiles move in steps of 1 / K. The p99 miss "
+    "is of all rows together; its mean over layers is of each layer of each trace by itself.",
     "With few traces the intervals say how sure these traces are, hardly how sure traffic at "
     f"large is; from fewer than {MINIMUM_RUNS} runs of steps no interval is formed. With one "
     "trace, nothing says how sequences differ.",

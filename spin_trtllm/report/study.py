@@ -9,7 +9,7 @@ from typing import Any
 
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.report.claims import Claim
-from spin_trtllm.report.intervals import Estimate, mean_of, p99_of
+from spin_trtllm.report.intervals import Estimate, mean_of, p99_layer_mean_of, p99_of
 from spin_trtllm.report.record import FloatArray, Record
 from spin_trtllm.report.store import Arm, TraceFile
 
@@ -43,12 +43,13 @@ class Evidence:
         return mean_of([record.sparsity for record in self.records[label]])
 
     def quality(self, label: str) -> dict[str, Any]:
-        """Realized sparsity, mean and p99 miss of an arm, with intervals."""
+        """Realized sparsity, mean and p99 misses of an arm, with intervals."""
         misses = self.misses(label)
         return {
             "realized_sparsity": self.sparsity(label).to_json(),
             "mean_miss": mean_of(misses).to_json(),
             "p99_miss": p99_of(misses).to_json(),
+            "p99_miss_layer_mean": p99_layer_mean_of(misses).to_json(),
         }
 
     def replays(self) -> list[dict[str, Any]]:
@@ -108,7 +109,9 @@ QUALITY_COLUMNS = {
     "realized_sparsity": "realized sparsity",
     "mean_miss": "mean miss",
     "p99_miss": "p99 miss",
+    "p99_miss_layer_mean": "p99 miss, mean over layers",
 }
+TAILS = {"p99 miss": p99_of, "p99 miss, mean over layers": p99_layer_mean_of}
 
 
 def curves(

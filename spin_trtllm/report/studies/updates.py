@@ -11,10 +11,11 @@ import numpy as np
 from spin_trtllm.config import MASK_POLICIES, UPDATE_POLICIES, SpinConfig
 from spin_trtllm.report.claims import Claim, judge
 from spin_trtllm.report.drafts import Drafts
-from spin_trtllm.report.intervals import interpolate, p99_of
+from spin_trtllm.report.intervals import interpolate
 from spin_trtllm.report.store import Arm, TraceFile
 from spin_trtllm.report.study import (
     QUALITY_COLUMNS,
+    TAILS,
     Arms,
     Evidence,
     Findings,
@@ -81,24 +82,29 @@ def _compute(evidence: Evidence) -> Findings:
             **QUALITY_COLUMNS,
         },
         rows=rows,
-        claims=[_claim(evidence, name, mask) for name in drafts for mask in MASK_POLICIES],
+        claims=[
+            _claim(evidence, name, mask, tail)
+            for name in drafts
+            for mask in MASK_POLICIES
+            for tail in TAILS
+        ],
         charts=charts,
         notes=[_note(drafts), *_NOTES],
     )
 
 
-def _claim(evidence: Evidence, name: str, mask: str) -> Claim:
+def _claim(evidence: Evidence, name: str, mask: str, tail: str) -> Claim:
     def labels(update: str) -> list[str]:
         return [_label(name, mask, update, sparsity) for sparsity in _TARGETS]
 
     sparsity = {u: [evidence.sparsity(x) for x in labels(u)] for u in UPDATE_POLICIES}
-    tail = {u: [p99_of(evidence.misses(x)) for x in labels(u)] for u in UPDATE_POLICIES}
+    misses = {u: [TAILS[tail](evidence.misses(x)) for x in labels(u)] for u in UPDATE_POLICIES}
     middle = _TARGETS.index(_MATCHED_TARGET)
     at = float(np.mean([points[middle].value for points in sparsity.values()]))
-    row0, prefix = (interpolate(sparsity[u], tail[u], at) for u in ("row0", "prefix"))
+    row0, prefix = (interpolate(sparsity[u], misses[u], at) for u in ("row0", "prefix"))
     return judge(
         f"the prefix update misses less in the tail than the row-0 update ({name}, {mask} mask)",
-        f"p99 miss at a realized sparsity of {at:.3f}, row-0 less prefix",
+        f"{tail}, at a realized sparsity of {at:.3f}, row-0 less prefix",
         row0 - prefix,
     )
 
