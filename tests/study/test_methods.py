@@ -141,6 +141,24 @@ def test_rows_of_a_step_share_what_they_read(model, two_steps):
         assert found.cost == Cost(258, 130, 0, 0, 258 * 16 * 4, 130 * 16 * 4)
 
 
+def test_a_step_run_again_has_the_picks_it_had(model, two_steps):
+    seen = []
+    with HookedRun(model, Streaming(500_000)) as found:
+        indexer = find_indexers(model)[3]
+        behind = indexer.register_forward_hook(lambda _, args, picks: seen.append(picks))
+        forward(model, torch.tensor([[65, 66, 67]]), copy.deepcopy(two_steps.cache))
+        cost = copy.deepcopy(found.cost)
+        with found.again(2):
+            forward(model, torch.tensor([[65, 66]]), copy.deepcopy(two_steps.cache))
+        assert found.cost == cost
+        forward(model, torch.tensor([[65, 66]]), copy.deepcopy(two_steps.cache))
+        behind.remove()
+    assert torch.equal(seen[1], seen[0][:, :2])
+    blocks = set((seen[1] // 16).flatten().tolist())
+    assert blocks <= {-1, 0, 5, 6, 7}  # of eight; nothing but what was kept
+    assert found.cost != cost  # the last call was a step of its own
+
+
 def test_hooks_leave_with_the_block(model, recall):
     before = answer(model, recall, NoMethod())
     run(model, recall, "streaming", 0.5)

@@ -2,6 +2,7 @@
 """Drafts change how many steps an answer takes, and with a dense indexer nothing else."""
 
 import pytest
+import torch
 
 from benchmarks.study import speculation
 from benchmarks.study.decoding import answer, read_documents
@@ -80,6 +81,19 @@ def test_wrong_drafts_are_rolled_back(wrong, model, filler, proposing):
     if wrong == 1:
         assert found.accepted == 0
         assert sum(found.steps.values()) == TOKENS - 1
+
+
+def test_a_rollback_leaves_no_trace_in_the_cache(model, filler, proposing):
+    proposing(wrong=2)
+    batch = read(model, filler)
+    caches = []
+    for drafts in (0, 3):
+        with METHODS["dense"].on(model, [0], 0, drafts=True) as found:
+            stream = speculation._Stream(model, batch, found, drafts)
+            stream.generate(TOKENS)
+        caches.append(stream._cache.layers[3].compressed_kv["indexer"])
+    assert caches[0].shape[1] == (601 + TOKENS - 1) // 4
+    torch.testing.assert_close(caches[1], caches[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["spin", "spin_query", "tisa", "previous_picks"])
