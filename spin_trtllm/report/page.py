@@ -15,7 +15,7 @@ from spin_trtllm.report.svg import element
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff;
-  max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+  max-width: 68rem; margin: 2rem auto; padding: 0 1rem; }
 h1, h2, h3 { line-height: 1.2; }
 h2 { margin-top: 3rem; border-top: 1px solid #bbb; padding-top: 1.5rem; }
 table { border-collapse: collapse; margin: 1rem 0; font-size: 0.9rem; }
@@ -28,7 +28,7 @@ td.number { font-variant-numeric: tabular-nums; }
 .verdict { font-weight: bold; white-space: nowrap; }
 figure { margin: 1.5rem 0; }
 figcaption { font-size: 0.9rem; color: #333; }
-svg { width: 100%; max-width: 46rem; height: auto; font: 12px system-ui, sans-serif; }
+svg { width: 100%; max-width: 46rem; height: auto; }
 .grid { stroke: #e2e2e2; }
 .tick, .frame { stroke: #777; }
 .frame { stroke-width: 0.5; }
@@ -36,6 +36,8 @@ svg { width: 100%; max-width: 46rem; height: auto; font: 12px system-ui, sans-se
 .cells { stroke-width: 1; shape-rendering: crispEdges; fill: none; }
 """
 _VERDICT_SIGNS = {HOLDS: "✓ holds", FAILS: "✗ does not hold", UNDECIDED: "? undecided"}
+
+_PLURALS = {HOLDS: "hold", FAILS: "do not hold", UNDECIDED: "undecided"}
 
 _METHOD = (
     "Every figure is of all rows of all warm steps and indexer layers of all traces. The interval "
@@ -46,8 +48,8 @@ _METHOD = (
     "of zero. Everything else is undecided, and so is a claim whose two sides never differ. "
     "Intervals are not corrected for the number of claims: of twenty true nothings, one is "
     "expected to look like something.",
-    "A miss rate is a number of slots out of K, so percentiles move in steps of 1 / K. The p99 miss "
-    "is of all rows together; its mean over layers is of each layer of each trace by itself.",
+    "A miss rate is a number of slots out of K, so percentiles move in steps of 1 / K. The p99 "
+    "miss is of all rows together; its mean over layers is of each layer of each trace by itself.",
     "With few traces the intervals say how sure these traces are, hardly how sure traffic at "
     f"large is; from fewer than {MINIMUM_RUNS} runs of steps no interval is formed. With one "
     "trace, nothing says how sequences differ.",
@@ -96,19 +98,20 @@ def write_page(results: Sequence[dict[str, Any]]) -> str:
 
 
 def _head(results: Sequence[dict[str, Any]]) -> Iterable[Element]:
-    claims = [(result["title"], claim) for result in results for claim in result["claims"]]
-    verdicts = [claim["verdict"] for _, claim in claims]
-    counted = ", ".join(f"{verdicts.count(v)} {_plural(v)}" for v in (HOLDS, FAILS, UNDECIDED))
+    counts = _count(claim for result in results for claim in result["claims"])
+    counted = ", ".join(f"{count} {_PLURALS[verdict]}" for verdict, count in counts.items())
     yield element("h1", "SPIN: the paper's studies on captured traces")
     yield element(
         "p",
-        f"Of {len(claims)} claims checked on these traces, {counted}. The method is from SPIN: "
-        "Shadow Predictive Indexer for Sparse Attention, arXiv 2610.09025; what the paper found "
-        "is quoted as an ordering, since its figures are of other models and other text.",
+        f"Of {sum(counts.values())} claims checked on these traces, {counted}. The method is from "
+        "SPIN: Shadow Predictive Indexer for Sparse Attention, arXiv 2610.09025; what the paper "
+        "found is quoted as an ordering, since its figures are of other models and other text.",
     )
-    if claims:
-        rows = [{"study": title, **claim} for title, claim in claims]
-        yield _claims("All claims", rows, {"study": "study"})
+    yield _table(
+        "Claims of the paper, by study",
+        {"study": "study", **_VERDICT_SIGNS},
+        [{"study": _link(result), **_count(result["claims"])} for result in results],
+    )
     yield element("h2", "The traces")
     yield from _inputs(results)
     yield element("h2", "How to read the figures")
@@ -160,7 +163,7 @@ def _study(result: dict[str, Any]) -> Element:
     found = element("p", element("strong", "These traces: "), _found(result["claims"]))
     parts.append(found)
     if result["claims"]:
-        parts.append(_claims("Claims", result["claims"], {}))
+        parts.append(_claims(result["claims"]))
     parts.extend(draw(chart, f"{key}-{n}") for n, chart in enumerate(result["charts"], 1))
     parts.append(_table("Figures", result["columns"], result["rows"]))
     parts.append(element("ul", *(element("li", note) for note in result["notes"])))
@@ -179,11 +182,8 @@ def _found(claims: Sequence[dict[str, Any]]) -> str:
     """Where these traces and the paper differ, in a sentence."""
     if not claims:
         return "see the figures; there is no ordering to hold them against."
-    by_verdict = {
-        verdict: sum(claim["verdict"] == verdict for claim in claims)
-        for verdict in (HOLDS, FAILS, UNDECIDED)
-    }
-    parts = [f"{count} {_plural(verdict)}" for verdict, count in by_verdict.items() if count]
+    by_verdict = _count(claims)
+    parts = [f"{count} {_PLURALS[verdict]}" for verdict, count in by_verdict.items() if count]
     agree = "They agree with the paper" if by_verdict[HOLDS] == len(claims) else None
     differ = "They contradict the paper where a claim does not hold" if by_verdict[FAILS] else None
     decided = "They neither confirm nor contradict the rest" if by_verdict[UNDECIDED] else None
@@ -191,30 +191,38 @@ def _found(claims: Sequence[dict[str, Any]]) -> str:
     return f"of {len(claims)} claims {', '.join(parts)}. {tail}."
 
 
-def _plural(verdict: str) -> str:
-    return {HOLDS: "hold", FAILS: "do not hold", UNDECIDED: "undecided"}[verdict]
+def _count(claims: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """How many claims have each verdict."""
+    verdicts = [claim["verdict"] for claim in claims]
+    return {verdict: verdicts.count(verdict) for verdict in _VERDICT_SIGNS}
 
 
-def _claims(caption: str, claims: Sequence[dict[str, Any]], first: dict[str, str]) -> Element:
+def _link(result: dict[str, Any]) -> Element:
+    return element("a", result["title"], href=f"#{result['study']}")
+
+
+def _claims(claims: Sequence[dict[str, Any]]) -> Element:
     rows = [
         {
             **claim,
             "result": {"value": claim["difference"], "low": claim["low"], "high": claim["high"]},
             "in_traces": f"{claim['for_it']} of {claim['traces']}",
-            "judged": _VERDICT_SIGNS[claim["verdict"]]
-            + (f" ({claim['reason']})" if claim["reason"] else ""),
+            "judged": element(
+                "span",
+                element("span", _VERDICT_SIGNS[claim["verdict"]], class_="verdict"),
+                f" ({claim['reason']})" if claim["reason"] else None,
+            ),
         }
         for claim in claims
     ]
     headings = {
-        **first,
         "text": "claim of the paper",
         "metric": "measured as",
         "result": "found (positive speaks for it)",
         "in_traces": "traces for it",
         "judged": "verdict",
     }
-    return _table(caption, headings, rows)
+    return _table("Claims", headings, rows)
 
 
 def _table(caption: str, columns: dict[str, str], rows: Sequence[dict[str, Any]]) -> Element:
@@ -229,10 +237,12 @@ def _table(caption: str, columns: dict[str, str], rows: Sequence[dict[str, Any]]
 
 
 def _row(row: dict[str, Any], keys: Sequence[str]) -> Element:
-    return element("tr", *(_cell(row.get(key), key) for key in keys))
+    return element("tr", *(_cell(row.get(key)) for key in keys))
 
 
-def _cell(value: Any, key: str) -> Element:
+def _cell(value: Any) -> Element:
+    if isinstance(value, Element):
+        return element("td", value)
     if isinstance(value, dict):
         if value["value"] is None:
             return element("td", "not measured")
@@ -244,5 +254,5 @@ def _cell(value: Any, key: str) -> Element:
     if isinstance(value, float):
         return element("td", f"{value:.4f}", class_="number")
     if isinstance(value, (int, str)) and value != "":
-        return element("td", str(value), class_="verdict" if key == "judged" else "plain")
+        return element("td", str(value))
     return element("td", "–")

@@ -39,6 +39,8 @@ def figure(
         *drawing,
         viewBox=f"0 0 {WIDTH} {height:g}",
         role="img",
+        font_size=12,
+        font_family="system-ui, sans-serif",
         aria_labelledby=" ".join(names.values()),
     )
     caption = element("figcaption", title, f". {note}" if note else None)
