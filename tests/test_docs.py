@@ -26,6 +26,7 @@ DOCUMENTS = [
     TRACE_FORMAT,
     ALGORITHM,
     ROOT / "docs/kernels.md",
+    ROOT / "docs/quality.md",
     ROOT / "docs/tensorrt-llm.md",
     ROOT / "benchmarks/tiny_model/README.md",
 ]
