@@ -34,14 +34,14 @@ EQUAL: tuple[Setting, ...] = (
 )
 CURVE: tuple[Setting, ...] = (
     DENSE,
+    *((method, sparsity) for method in ("spin", "spin_query") for sparsity in (0.2, 0.4, 0.6, 0.8)),
     *(
         (method, sparsity)
-        for method in ("spin", "spin_query", "streaming", "tisa", "hisa", "heavy_hitters")
-        for sparsity in (0.2, 0.4, 0.6, 0.8)
+        for method in ("streaming", "tisa", "hisa", "heavy_hitters")
+        for sparsity in (0.4, 0.6, 0.8)
     ),
     ("index_cache", 2),
     ("index_cache", 4),
-    ("head_subset", 8),
     ("head_subset", 4),
     ("head_subset", 2),
     ("previous_picks", 0),
@@ -117,12 +117,12 @@ PARTS: dict[str, tuple[Cell, ...]] = {
     "quick": (
         *_cells(EQUAL, Question("recall", _QUICK, 4, 4), Question("multi_key", _QUICK, 4, 4)),
         *_cells(EQUAL, Question("text", _QUICK, 4, 48)),
-        *_cells(SPIN, Question("dialogue", _QUICK, 4, 4)),
+        *_cells(SPIN, Question("dialogue", _QUICK, 2, 4)),
         *_cells(SPIN, Question("text", _QUICK, 2, 96, DRAFTS)),
     ),
     "curve-8k": _cells(CURVE, Question("recall", 8_192, 25, 8)),
     "curve-32k": _cells(CURVE, Question("recall", 31_744, 25, 8)),
-    "text": _cells(EQUAL, *(Question("text", length, 32, 256) for length in LENGTHS_BYTES)),
+    "text": _cells(EQUAL, *(Question("text", length, 32, 128) for length in LENGTHS_BYTES)),
     "tasks-short": _cells(SPIN, *_over((4_096, 8_192), _KNOWN)),
     "tasks-long": _cells(SPIN, *_over((16_384, 31_744), _KNOWN)),
     "rivals": _cells(EQUAL[3:], *_over((16_384,), _KNOWN)),

@@ -3,10 +3,13 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks.study import report
+from benchmarks.study.cells import PARTS
+from benchmarks.study.methods import METHODS
 from benchmarks.study.report import (
     chart_of,
     distance_rows,
@@ -55,6 +58,9 @@ SPIN = result(
     keys=60,
     **FORCED | {"nats": [[3.0, 1.0], [0.0, 5.0], [3.0, 0.0]]},
 )
+
+
+STUDY = Path(__file__).parent.parent.parent / "benchmarks" / "study"
 
 
 def save(folder, *results):
@@ -137,3 +143,26 @@ def test_command_writes_both_files(tmp_path, monkeypatch, capsys):
     report.main()
     assert (tmp_path / "report.md").read_text(encoding="utf-8").startswith("# Study\n")
     assert (tmp_path / "report.html").exists()
+
+
+def cells_of(row):
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def test_readme_quotes_the_first_look():
+    section = (STUDY / "results" / "quick-cpu.md").read_text(encoding="utf-8")
+    section = section[section.index("## recall at 4,096") :]
+    rows = [cells_of(row) for row in section.splitlines() if row.startswith("| `")][:11]
+    readme = (STUDY / "README.md").read_text(encoding="utf-8")
+    assert {row[0].split("`")[1] for row in rows} == set(METHODS)
+    for method, right, share, _, _, _, shared_bytes, *_ in rows:
+        assert f"| {method} | {right} | {share} | {shared_bytes} |" in readme
+
+
+def test_readme_lists_every_part():
+    readme = (STUDY / "README.md").read_text(encoding="utf-8")
+    for name, part in PARTS.items():
+        if name == "quick":
+            assert f"{len(part)} cells on the CPU" in readme
+        else:
+            assert f"| `{name}` | {len(part)} | " in readme
