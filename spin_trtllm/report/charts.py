@@ -175,7 +175,7 @@ def _legend(labels: Sequence[str]) -> Iterator[Element]:
 
 
 def _marker(x: float, y: float, number: int) -> Element:
-    shape = list(_SHAPES.values())[number % len(_SHAPES)]
+    shape = list(_SHAPES.values())[(number + number // len(_COLOURS)) % len(_SHAPES)]
     fill = _COLOURS[number % len(_COLOURS)]
     return element("path", d=shape, transform=f"translate({x:g} {y:g})", fill=fill)
 

@@ -10,7 +10,7 @@ import torch
 
 from spin_trtllm.gpu_step import LayerView
 from spin_trtllm.hosts.trtllm.counters import Counters
-from spin_trtllm.hosts.trtllm.probe import ShadowProbe, count_missed
+from spin_trtllm.hosts.trtllm.probe import Replayed, ShadowProbe, count_missed
 
 SEQUENCES, ROWS, BLOCKS, BLOCK, TOP_K = 5, 2, 16, 64, 100
 SLOTS = BLOCKS * BLOCK - 3
@@ -78,3 +78,30 @@ def test_a_gpu_counts_the_same_and_the_host_does_not_wait() -> None:
     probe.next_step(metadata, is_sparse=True)
     counts = counters.snapshot()
     assert [counts.missed_slots, counts.probed_slots] == want.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_looking_back_at_a_replay_makes_the_host_wait_for_nothing() -> None:
+    probe, heads, ids = ShadowProbe(1, 3, Counters()), 32, [70 + n for n in range(SEQUENCES)]
+    query = torch.randn(SEQUENCES * ROWS, heads, 128, device="cuda").to(torch.float8_e4m3fn)
+    probe.keep_query(1, query, torch.rand(SEQUENCES * ROWS, heads, device="cuda"), 64)
+    positions = torch.full((SEQUENCES, ROWS), SLOTS, device="cuda") - ROWS
+    positions += torch.arange(ROWS, device="cuda")
+    table = torch.arange(SEQUENCES * BLOCKS, dtype=torch.int32, device="cuda")
+    metadata = SimpleNamespace(
+        num_contexts=0,
+        request_ids=ids,
+        indexer_k_cache_block_offsets=table.view(SEQUENCES, BLOCKS),
+    )
+    pages = torch.zeros(SEQUENCES * BLOCKS, BLOCK * 132, dtype=torch.uint8, device="cuda")
+    replayed, sizes = Replayed(1, ids), {"top_k": TOP_K, "ratio": 1, "block_size_slots": BLOCK}
+    inputs = (replayed, view_on("cuda", kept_blocks()), positions, pages, metadata)
+    probe.look_back(*inputs, **sizes)  # the first time may allocate
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        probe.look_back(*inputs, **sizes)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(probe._waiting) == 2
