@@ -2,7 +2,7 @@
 """What a checkpoint answers on its own, without SPIN: which tasks a comparison can be made on.
 
     python -m benchmarks.study.answers --checkpoint benchmarks/tiny_model/checkpoint \\
-        --corpus build/tiny_model/corpus.zip --output build/study/answers.json
+        --corpus build/tiny_model/corpus.zip --output build/answers.json
 
 Each document is read in one forward pass of the training code, in float32, the attention reading
 the indexer's top-k slots as in use. Answers are picked with the true text before them.

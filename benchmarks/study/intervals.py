@@ -15,6 +15,7 @@ from spin_trtllm.errors import refuse
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
+LEAST_DOCUMENTS = 8
 _SEED = 0
 
 
@@ -47,7 +48,8 @@ class Comparison:
         lost: right before, wrong now.
         gained: wrong before, right now.
         difference: share right now less share right before.
-        interval: of the difference, by resampling documents: answers of one share its fate.
+        interval: of the difference, by resampling documents: answers of one share its fate; None
+            for too few documents.
         sign_p: chance of a split of lost and gained at least so uneven, were both alike (exact
             sign test, as McNemar's); takes all answers as independent, so documents of many
             questions make it too small.
@@ -57,7 +59,7 @@ class Comparison:
     lost: int
     gained: int
     difference: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     sign_p: float
 
 
@@ -91,14 +93,18 @@ def compare(
 
 def mean_interval(
     changes: Sequence[float] | NDArray[np.int64], documents: Sequence[Hashable]
-) -> tuple[float, float]:
+) -> tuple[float, float] | None:
     """Percentile interval of a mean, over documents drawn with replacement.
+
+    None for fewer than `LEAST_DOCUMENTS`: too few to say how documents differ.
 
     Args:
         changes: one of each question, such as a difference of two ways to answer it.
         documents: which document each question belongs to.
     """
     number = {document: n for n, document in enumerate(dict.fromkeys(documents))}
+    if len(number) < LEAST_DOCUMENTS:
+        return None
     of_answer = np.array([number[document] for document in documents])
     sums = np.bincount(of_answer, weights=changes, minlength=len(number))
     sizes = np.bincount(of_answer, minlength=len(number))

@@ -39,14 +39,23 @@ def load_results(folder: Path) -> dict[str, list[Result]]:
     """Results of a directory by the name of their question, dense first.
 
     Raises:
-        SpinError: no result there, or a question without its dense result.
+        SpinError: no result there, one of something else, results of different sources, or a
+            question without its dense result.
     """
     found: dict[str, list[Result]] = defaultdict(list)
+    sources: dict[str, str] = {}  # the last file of each
     for path in sorted(folder.glob("*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        found[_question_name(result["cell"]["question"])].append(result)
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+            found[_question_name(result["cell"]["question"])].append(result)
+            sources[result["source"]] = path.name
+        except (ValueError, KeyError, TypeError) as error:
+            raise SpinError(f"study: {str(path)!r} is no result: {error!r}") from error
     if not found:
         refuse("folder", str(folder), "a directory with results")
+    if len(sources) > 1:
+        files = " and ".join(sorted(sources.values())[:2])
+        raise SpinError(f"study: {files} come from different models, texts or versions")
     for name, results in found.items():
         results.sort(key=lambda r: (r["cell"]["method"] != DENSE, r["cell"]["method"], _setting(r)))
         if results[0]["cell"]["method"] != DENSE:
@@ -215,7 +224,9 @@ def _flat(by_document: list[list[Any]]) -> list[Any]:
     return [one for document in by_document for one in document]
 
 
-def _signed(value: float, interval: tuple[float, float]) -> str:
+def _signed(value: float, interval: tuple[float, float] | None) -> str:
+    if interval is None:
+        return f"{value:+.3f} (too few documents)"
     low, high = interval
     return f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
 

@@ -44,7 +44,8 @@ def open_study(checkpoint: Path, corpus: Path | None, output: Path, device: str)
         SpinError: as the parts that it loads.
     """
     model, _ = load_model(checkpoint, device=device)
-    weights = hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
+    files = (checkpoint / name for name in ("model.safetensors", "config.json"))
+    weights = " ".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
     filler = license_text() if corpus is None else load_corpus(corpus).held_out.tobytes()
     output.mkdir(parents=True, exist_ok=True)
     return Study(model, weights, filler, output)
@@ -107,6 +108,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a decode step is many small operations
     part = PARTS[arguments.part]
+    if arguments.corpus is None and arguments.part != "quick":
+        # The license alone would repeat in long contexts, which then hold what is to be predicted.
+        parser.exit(2, "--corpus: got none, allowed: a corpus file, except for --part quick\n")
     try:
         checkpoint = arguments.checkpoint or tiny.checkpoint_path()
         study = open_study(checkpoint, arguments.corpus, arguments.output, arguments.device)

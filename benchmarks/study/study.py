@@ -18,6 +18,8 @@ from benchmarks.study.decoding import Answer, Batch, answer, read_documents
 from benchmarks.study.documents import documents_of
 from benchmarks.study.methods import METHODS, Cost, model_geometry
 from benchmarks.study.speculation import speculate
+from spin_trtllm import __version__
+from spin_trtllm.config import preset
 from spin_trtllm.demo import environment
 from spin_trtllm.errors import SpinError
 from spin_trtllm.files import atomic_file
@@ -31,7 +33,7 @@ class Study:
 
     Attributes:
         model: of Transformers, on its device.
-        weights: digest of the model's weights.
+        weights: digests of the model's weights and configuration.
         filler: text around the facts, and to predict.
         output: directory of the results.
     """
@@ -45,10 +47,16 @@ class Study:
         """Where a cell's result is, or will be."""
         return self.output / f"{cell.name}.json"
 
+    @property
+    def source(self) -> str:
+        """Digest of what all cells share: model, text, SPIN's preset and versions."""
+        text = hashlib.sha256(self.filler).hexdigest()
+        spin = preset("tiny-deepseek-v4").to_dict()
+        return _digest([VERSION, __version__, self.weights, text, spin])
+
     def inputs(self, cell: Cell) -> str:
         """Digest of all that decides a cell's answers, but for the machine."""
-        parts = [VERSION, asdict(cell), self.weights, hashlib.sha256(self.filler).hexdigest()]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return _digest([self.source, asdict(cell)])
 
     def result(self, cell: Cell) -> dict[str, Any] | None:
         """A cell's result; None where there is none, or one of other inputs.
@@ -95,6 +103,7 @@ class Study:
         result = {
             "cell": asdict(cell),
             "inputs": self.inputs(cell),
+            "source": self.source,
             **found,
             "cost": {
                 **asdict(cost),
@@ -144,3 +153,7 @@ def _speculate(
         "proposed": sum(one.proposed for one in found),
         "accepted": sum(one.accepted for one in found),
     }, cost
+
+
+def _digest(parts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

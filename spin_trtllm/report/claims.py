@@ -56,7 +56,7 @@ def judge(text: str, metric: str, difference: Estimate, *, or_equal: bool = Fals
         reason = "the traces are too short, or have nothing to compare"
     elif not difference.draws.any():
         reason = "the two do not differ on these traces"
-    elif low > 0 or (or_equal and low == 0):
+    elif low > 0 or (or_equal and low == 0 and high > 0):
         verdict = HOLDS
     elif high < 0:
         verdict = FAILS

@@ -182,7 +182,8 @@ def _make_output(output: Path, *, resume: bool) -> Path:
 def _write(path: Path, content: str) -> None:
     with atomic_file(path, argument="--output") as temporary:
         try:
-            temporary.write_text(content, encoding="utf-8")
+            # A file name need not be text; the page shall be there all the same.
+            temporary.write_text(content, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             reason = f"cannot write {str(path)!r}: {error.strerror}"
             raise SpinError(f"--output: {reason}") from error

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Intervals against published values, symmetry, and how often they hold the truth."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -27,16 +29,27 @@ def test_published_intervals(right, answers, low, high):
 def test_a_comparison_by_hand():
     before = [True, True, True, True, False, True]
     now = [True, False, False, True, True, False]
-    found = compare(before, now, documents=[0, 0, 1, 1, 2, 2])
-    assert (found.answers, found.lost, found.gained) == (6, 3, 1)
+    found = compare(before * 4, now * 4, documents=[n // 2 for n in range(24)])
+    assert (found.answers, found.lost, found.gained) == (24, 12, 4)
     assert found.difference == pytest.approx(-2 / 6)
-    assert found.sign_p == pytest.approx(2 * (1 + 4) / 16)
-    # Changes by document: -1, -1, 0 of two answers each, so that means range from -1/2 to 0.
-    assert found.interval == pytest.approx((-0.5, 0.0))
+    tail = sum(math.comb(16, k) for k in range(5)) / 2**16
+    assert found.sign_p == pytest.approx(2 * tail)
+    # Changes by document: -1, -1, 0 of two answers each, four times: the mean of twelve draws of
+    # -1/2, -1/2, 0 has a standard deviation of sqrt(1/18 / 12) = 0.068.
+    low, high = found.interval
+    assert -0.333 - 2.3 * 0.068 < low < -0.333 - 1.5 * 0.068
+    assert -0.333 + 1.5 * 0.068 < high < -0.333 + 2.3 * 0.068
+
+
+def test_too_few_documents_give_no_interval():
+    few = compare([True] * 70, [True] * 70, documents=[n // 10 for n in range(70)])
+    enough = compare([True] * 80, [True] * 80, documents=[n // 10 for n in range(80)])
+    assert few.interval is None
+    assert enough.interval == (0.0, 0.0)
 
 
 def test_equal_answers_differ_by_nothing():
-    found = compare([True, False] * 3, [True, False] * 3, documents=list("aabbcc"))
+    found = compare([True, False] * 8, [True, False] * 8, documents=list("aabbccddeeffgghh"))
     assert (found.lost, found.gained, found.difference) == (0, 0, 0.0)
     assert found.interval == (0.0, 0.0)
     assert found.sign_p == 1.0
@@ -45,10 +58,10 @@ def test_equal_answers_differ_by_nothing():
 def test_answers_of_a_document_are_not_taken_as_independent():
     lost = [False] * 40 + [True] * 40  # half of the documents lose every answer
     before = [True] * 80
-    wide = compare(before, lost, documents=[n // 20 for n in range(80)])
+    wide = compare(before, lost, documents=[n // 10 for n in range(80)])
     narrow = compare(before, lost, documents=list(range(80)))
     assert wide.difference == narrow.difference == -0.5
-    assert wide.interval[0] <= -0.9
+    assert wide.interval[0] <= -0.75
     assert -0.65 < narrow.interval[0] < -0.55
 
 

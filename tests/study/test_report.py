@@ -37,6 +37,7 @@ def result(method="dense", setting=0.0, right=RIGHT, keys=100, task="recall", dr
             "bytes_share": keys / 100 + 0.05 * (method == "spin"),
         },
         "seconds": 2.0,
+        "source": "one model and text",
         "environment": {
             "date": "2026-11-30",
             "device": "a machine",
@@ -68,13 +69,26 @@ def save(folder, *results):
         (folder / f"{number}.json").write_text(json.dumps(one), encoding="utf-8")
 
 
+def test_results_of_different_sources_are_not_paired(tmp_path):
+    """Another corpus, and only half of the cells run again: the rest is of other documents."""
+    save(tmp_path, DENSE, SPIN | {"source": "another text"})
+    with pytest.raises(SpinError, match=r"^study: 0.json and 1.json come from different"):
+        load_results(tmp_path)
+
+
+def test_other_json_is_refused(tmp_path):
+    save(tmp_path, DENSE, {"share": 1})
+    with pytest.raises(SpinError, match=r"1.json' is no result: KeyError"):
+        load_results(tmp_path)
+
+
 def test_a_method_next_to_dense():
     row = quality_row(SPIN, DENSE)
     assert row["method"] == "`spin` 0.4"
     assert row["right"] == "4 of 6"
     assert row["lost, gained"] == "2, 1"
     assert row["share - dense"].startswith("-0.167 (")
-    assert row["nats - dense"] == "+1.000 (+0.000 to +1.500)"
+    assert row["nats - dense"] == "+1.000 (too few documents)"
     assert (row["bytes"], row["keys"], row["products"]) == ("0.650", "0.600", "0.600")
 
 
