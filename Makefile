@@ -16,7 +16,8 @@ PLUGIN_CODE := $(filter %.cu %.cuh %.cpp %.h,$(PLUGIN_FILES))
 
 # Developer build of the kernels. One architecture a folder, so that switching ARCH rebuilds nothing
 # that is still good; the library itself is whatever was asked for last.
-ARCH ?= 90a
+# Without ARCH: as last time.
+ARCH ?= $(or $(patsubst build/kernels/.arch-%,%,$(firstword $(wildcard build/kernels/.arch-*))),90a)
 SYSTEM_NVCC := $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc) \
 	$(shell command -v nvcc 2>/dev/null))
 NVCC ?= $(or $(SYSTEM_NVCC),$(lastword $(wildcard $(VENV)/lib/python*/site-packages/nvidia/cu*/bin/nvcc)),nvcc)

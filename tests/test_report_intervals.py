@@ -174,6 +174,14 @@ def test_verdicts(low: float, high: float, or_equal: bool, verdict: str) -> None
     assert (claim.for_it, claim.traces) == (2 if or_equal else 1, 3)
 
 
+def test_rare_draws_that_all_speak_against_a_claim_do_not_make_it_hold() -> None:
+    draws = np.zeros(RESAMPLES)
+    draws[:10] = -0.5
+    estimate = Estimate(0.0, np.array([0.0, 0.0]), draws)
+    assert estimate.interval == (0.0, 0.0)
+    assert judge("claim", "metric", estimate, or_equal=True).verdict == UNDECIDED
+
+
 def test_an_interval_that_ends_at_zero() -> None:
     draws = np.zeros(RESAMPLES)
     draws[100:] = 0.5

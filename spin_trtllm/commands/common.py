@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
@@ -24,7 +25,7 @@ from spin_trtllm.config import (
     UPDATE_POLICIES,
     SpinConfig,
 )
-from spin_trtllm.errors import SpinError
+from spin_trtllm.errors import SpinError, refuse
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -65,6 +66,17 @@ def spin_options(function: Function) -> Function:
         default=None,
         help="YAML file of SPIN fields; single options override it.",
     )(function)
+
+
+def check_is_no_input(option: str, target: str | None, inputs: Sequence[str | None]) -> None:
+    """Refuse to write over what a command reads: its files, and those in its directories."""
+    if target is None:
+        return
+    written = Path(target).resolve()
+    for path in (Path(each).resolve() for each in inputs if each is not None):
+        inside = path in written.parents and written.exists()
+        if inside if path.is_dir() else written == path:
+            refuse(option, target, f"a file that is no input, as {str(path)!r} is")
 
 
 def spin_config(

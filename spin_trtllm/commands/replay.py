@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from spin_trtllm.commands.common import spin_config, spin_options
+from spin_trtllm.commands.common import check_is_no_input, spin_config, spin_options
 from spin_trtllm.errors import refuse
 from spin_trtllm.replay.policies import POLICIES
 from spin_trtllm.replay.run import replay
@@ -42,6 +42,7 @@ def command(
     trace: str, policy: str, dump: str | None, predictions: bool, as_json: bool, **options: Any
 ) -> None:
     """Replay TRACE (spin-trace/1) and print miss rates and realized sparsity."""
+    check_is_no_input("--dump", dump, (options["spin_config"],))
     config, _ = spin_config(options)
     if predictions and (policy != "spin" or config.reduction == "A2"):
         given = policy if policy != "spin" else "reduction A2"

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from spin_trtllm import __version__
-from spin_trtllm.commands.common import spin_config, spin_options
+from spin_trtllm.commands.common import check_is_no_input, spin_config, spin_options
 from spin_trtllm.errors import refuse
 from spin_trtllm.files import atomic_file
 from spin_trtllm.generate import generate, read_prompt
@@ -41,9 +41,12 @@ def command(
     A replay of the trace with the same SPIN options repeats the host's decisions exactly; compare
     the two dumps.
     """
+    inputs = (prompt, checkpoint, options["spin_config"])
     config, _ = spin_config(options)
     if max_new_tokens < 1:
         refuse("--max-new-tokens", max_new_tokens, "an integer >= 1")
+    for option, target in (("--out", out), ("--dump", dump)):
+        check_is_no_input(option, target, inputs)
     _check_targets(out, dump)
     text = read_prompt(prompt)
     model, tokenizer = load_model(checkpoint)
@@ -55,7 +58,8 @@ def command(
     assert session.capture is not None
     source = (
         f"spin-trtllm {__version__} trace: {Path(checkpoint).resolve().name}, "
-        f"{Path(prompt).name}, {len(ids)} prompt tokens, sparsity {config.target_sparsity}"
+        f"{Path(prompt).name}, {len(ids)} prompt tokens, "
+        f"sparsity {config.target_sparsity}, blocks of {config.block_size}"
     )
     session.capture.save_trace(out, source=source)
     if dump is not None:
@@ -63,7 +67,8 @@ def command(
     stats = session.stats
     click.echo(
         f"{out}: {len(generation.tokens) - 1} steps of layers {', '.join(map(str, session.layers))}"
-        f" after {len(ids)} tokens, realized sparsity {stats.realized_sparsity or 0:.3f}"
+        f" after {len(ids)} tokens, blocks of {config.block_size} slots, "
+        f"realized sparsity {stats.realized_sparsity or 0:.3f}"
     )
     for reason, steps in stats.fallbacks.items():
         click.echo(f"{steps} steps ran dense: {reason}", err=True)
