@@ -109,7 +109,7 @@ class SequenceLanes:
         self._clock, self.warm_up_rows = self._clock + 1, 0
         self._used[lanes] = self._clock
         if self.known_rows < len(self.lane_of) and self.micro_batches == 1:
-            for missing in np.flatnonzero(self._used[:-1] < self._clock).tolist():
+            for missing in (self._used[:-1] < self._clock).nonzero()[0].tolist():
                 self.forget(self._owner[missing])
         if self.known_rows < len(rows):
             self.real_rows += self._seat(rows, lanes, np.flatnonzero(~self.is_known))
@@ -171,7 +171,7 @@ class SequenceLanes:
     def _send(self, rows: list[int], lanes: np.ndarray) -> None:
         table = self._sent.open()
         table[0, : len(rows)] = lanes
-        table.view(np.uint64)[1, : len(rows)] = rows
+        self._sent.unsigned[1, : len(rows)] = rows
         self._tenancy.take(lanes, out=table[2, : len(rows)], mode="wrap")
         # Noted before it is so: then `clear` does not miss it.
         self._rows, self._seats, self._is_stale = rows, lanes, False

@@ -18,6 +18,7 @@ class StagedTable:
 
     Attributes:
         table: int64 on the device, what captured graphs read.
+        unsigned: the table that `open` returned last, as uint64.
     """
 
     def __init__(self, rows: int, columns: int, fill: int, device: torch.device) -> None:
@@ -26,8 +27,10 @@ class StagedTable:
         depth = DEPTH if self._is_cuda else 1  # a copy on a CPU is over when it returns
         self._sources = [self._source(rows, columns) for _ in range(depth)]
         self._arrays = [source.numpy() for source in self._sources]
+        self._unsigned = [array.view(np.uint64) for array in self._arrays]
         self._events: list[torch.cuda.Event | None] = [None] * depth
         self._turn = 0
+        self.unsigned = self._unsigned[0]
 
     def open(self) -> np.ndarray:
         """The host's table to write for the next `send`; what it holds is of some earlier one."""
@@ -35,6 +38,7 @@ class StagedTable:
         event = self._events[self._turn]
         if event is not None:  # pragma: no cover - needs a GPU
             event.synchronize()
+        self.unsigned = self._unsigned[self._turn]
         return self._arrays[self._turn]
 
     def send(self) -> None:
