@@ -267,12 +267,19 @@ def test_the_environment_overrides_the_search(
         native.load()
 
 
-def test_the_library_is_searched_for_once(
-    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    native.load()
-    monkeypatch.setattr(native, "search_paths", None)
-    assert native.load() is native.load()
+def test_the_library_is_searched_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, searches = tmp_path / "libspin.so", []
+    file.touch()
+
+    def search() -> list[Path]:
+        searches.append(file)
+        return [file]
+
+    monkeypatch.setattr(native, "search_paths", search)
+    monkeypatch.setattr(native, "_load", lambda _: "a library")
+    monkeypatch.setattr(native, "_found", {})
+    assert native.load() == native.load() == "a library"
+    assert len(searches) == 1
 
 
 def test_a_cpu_is_not_supported() -> None:
