@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spin_trtllm.gpu_step import LayerView
+from spin_trtllm.layer_view import LayerView
 
 FAMILIES = (
     "gaussian",

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spin_trtllm.gpu_step import LayerView
 from spin_trtllm.hosts.trtllm.counters import Counters
 from spin_trtllm.hosts.trtllm.probe import Replayed, ShadowProbe, count_missed
+from spin_trtllm.layer_view import LayerView
 
 SEQUENCES, ROWS, BLOCKS, BLOCK, TOP_K = 5, 2, 16, 64, 100
 SLOTS = BLOCKS * BLOCK - 3

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.geometry import count_blocks, visible_slots
-from spin_trtllm.gpu_step import NO_LANE, LayerView
+from spin_trtllm.gpu_state import NO_LANE
+from spin_trtllm.layer_view import LayerView
 from spin_trtllm.ops import score_pages
 from spin_trtllm.reference import adopt_scores
 from spin_trtllm.state import SpinState

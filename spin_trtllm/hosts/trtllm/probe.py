@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spin_trtllm.gpu_step import LayerView
 from spin_trtllm.hosts.trtllm.counters import Counters
 from spin_trtllm.hosts.trtllm.sequences import is_dummy
+from spin_trtllm.layer_view import LayerView
 from spin_trtllm.ops import score_pages, topk_slots
 
 PROBED_SEQUENCES = 8  # of a replayed step: their dense scores need memory that the host sized
