@@ -107,7 +107,8 @@ def test_json_is_one_object_with_stable_keys() -> None:
         "safetensors",
         "cuda-python",
     ]
-    assert values["versions"]["torch"] == torch.__version__
+    # Wheels of PyPI do not name their CUDA in what they are installed as.
+    assert values["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert [host["name"] for host in values["hosts"]] == [
         "transformers",
         "tensorrt_llm",

@@ -152,18 +152,26 @@ def write_large(path: Path, steps: int, layers: int, slots: int) -> None:
 # Run in the child: of what a process inherits from its parent, VmHWM counts nothing, ru_maxrss all.
 MEASURED = """
 import sys
-from spin_trtllm.cli import main
-try:
-    main(["replay", sys.argv[1], "--json"])
-except SystemExit as done:
+from spin_trtllm.commands import replay
+
+def show_peak():
     status = open("/proc/self/status").read()
     print(status.split("VmHWM:")[1].split()[0])
+
+show_peak()
+try:
+    replay.command([sys.argv[1], "--json"])
+except SystemExit as done:
+    show_peak()
     sys.exit(done.code)
 """
 
 
-def peak_bytes(trace: Path) -> int:
-    """Most resident memory of a process that replays a trace."""
+def replay_bytes(trace: Path) -> int:
+    """Resident memory that a replay of a trace adds, at its peak, to what its imports take.
+
+    Some builds of torch take 150 MB more than others.
+    """
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, str(trace)],
         capture_output=True,
@@ -172,9 +180,9 @@ def peak_bytes(trace: Path) -> int:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=True,
     )
-    metrics, kibibytes = done.stdout.splitlines()
+    before, metrics, after = done.stdout.splitlines()
     assert json.loads(metrics)["steps"] > 0
-    return int(kibibytes) * 1024
+    return (int(after) - int(before)) * 1024
 
 
 @pytest.mark.slow
@@ -184,6 +192,6 @@ def test_a_large_trace_is_streamed(tmp_path: Path) -> None:
     write_large(tmp_path / "small", 2, 8, 32_768)
     write_large(tmp_path / "large", 200, 8, 32_768)
     assert (tmp_path / "large").stat().st_size > 200_000_000
-    small, large = peak_bytes(tmp_path / "small"), peak_bytes(tmp_path / "large")
+    small, large = replay_bytes(tmp_path / "small"), replay_bytes(tmp_path / "large")
     assert large - small < 50_000_000
-    assert large < 450_000_000
+    assert large < 100_000_000
