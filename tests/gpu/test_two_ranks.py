@@ -55,7 +55,7 @@ def run_rank(rank: int, port: int) -> None:
             best = step.top_k(layer)[back, 0]
             found.append(torch.cat([step.layer(layer).block_list[back], best], 1))
         assert same_everywhere(torch.stack(found)), f"rank {rank} step {t}"
-    bits = torch.cat([state.v[:, :-1].reshape(-1), state.d[:, :-1].reshape(-1)]).view(torch.int16)
+    bits = torch.cat([state.v[:, :-1].reshape(-1), state.d[:, :-1].reshape(-1)]).view(torch.uint8)
     assert same_everywhere(bits)
     dist.destroy_process_group()
 
