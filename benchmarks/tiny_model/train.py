@@ -12,12 +12,13 @@ stage starts from the one before, or from any checkpoint given as `--start`.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,25 +87,42 @@ def make_trainer(
     model: transformers.DeepseekV4ForCausalLM,
     stage: Stage,
     seed: int,
+    corpus: Corpus,
     places: Places,
     start: Path | None = None,
 ) -> Trainer:
     """A trainer at the place where the last call stopped, or at the start of the stage.
 
     Args:
+        corpus: what it will be trained on; a state that was trained on another is refused.
         start: checkpoint to start from; None: that of the stage before, if there is one.
 
     Raises:
-        SpinError: a later stage without the checkpoint of the one before.
+        SpinError: a later stage without the checkpoint of the one before, or a state that was
+            trained from other weights, on another text or of another model.
     """
-    resumes = places.state.exists()
     start = start or places.before
-    if start is not None and not resumes:
+    if start is not None:  # also to go on: the state shall be of these
         load_weights(model, start)
-    trainer = Trainer(model, stage, seed)
-    if resumes:
+    trainer = Trainer(model, stage, seed, _inputs(model, corpus))
+    if places.state.exists():
         trainer.load_state(places.state)
     return trainer
+
+
+def _inputs(model: transformers.DeepseekV4ForCausalLM, corpus: Corpus) -> Mapping[str, str]:
+    """Digests of what decides a run beside stage and seed, taken before its first step."""
+    weights = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        weights.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())
+    settings = model.config.to_diff_dict()
+    settings.pop("transformers_version", None)
+    written = json.dumps(settings, sort_keys=True, default=str)
+    return {
+        "first weights": weights.hexdigest(),
+        "model settings": hashlib.sha256(written.encode()).hexdigest(),
+        "training text": hashlib.sha256(corpus.train.tobytes()).hexdigest(),
+    }
 
 
 def train(
@@ -242,7 +260,7 @@ def main() -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = new_model(configuration(), arguments.seed).to(device)
         stage = STAGES[arguments.stage]
-        trainer = make_trainer(model, stage, arguments.seed, places, arguments.start)
+        trainer = make_trainer(model, stage, arguments.seed, corpus, places, arguments.start)
         deadline = started + arguments.seconds
         done = train(trainer, corpus, places, deadline=deadline, workers=arguments.workers)
     except SpinError as error:

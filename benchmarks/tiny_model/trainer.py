@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,14 +49,23 @@ class Trainer:
         next_step: `0 .. stage.steps`; the latter once the stage is done.
     """
 
-    def __init__(self, model: DeepseekV4ForCausalLM, stage: Stage, seed: int) -> None:
+    def __init__(
+        self,
+        model: DeepseekV4ForCausalLM,
+        stage: Stage,
+        seed: int,
+        inputs: Mapping[str, str] | None = None,
+    ) -> None:
         """Args:
         model: on the device to train on; on a GPU it computes in bfloat16, elsewhere in float32.
         seed: of the batches, kept with the state.
+        inputs: what else decides the run, such as digests of text and first weights, by name; kept
+            with the state as well.
         """
         self.model = model.train()
         self.stage = stage
         self.seed = seed
+        self.inputs = dict(inputs or {})
         self.next_step = 0
         device = next(model.parameters()).device
         on_gpu = device.type == "cuda"
@@ -126,6 +136,7 @@ class Trainer:
         state = {
             "stage": self.stage,
             "seed": self.seed,
+            "inputs": self.inputs,
             "next_step": self.next_step,
             "skipped": self._skipped,
             "model": self.model.state_dict(),
@@ -138,16 +149,18 @@ class Trainer:
         """Go on from a file of `save_state`; on the CPU every later step is bit for bit the same.
 
         Raises:
-            SpinError: not such a file, or of another stage or seed.
+            SpinError: not such a file, or of a run with another stage, seed or input.
         """
         try:
             # Not weights only: the stage is kept with them. The file is this program's own.
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
         except Exception as error:  # torch raises whatever its unpickler raises
             raise SpinError(f"state: cannot read {str(path)!r}: {error}") from error
-        for name, own in (("stage", self.stage), ("seed", self.seed)):
-            if state[name] != own:
-                refuse(f"{name} of {str(path)!r}", state[name], f"{own}, or an empty output")
+        # A state of before inputs were kept says of none of them that it is the same.
+        kept = {"stage": state["stage"], "seed": state["seed"], **state.get("inputs", {})}
+        for name, own in {"stage": self.stage, "seed": self.seed, **self.inputs}.items():
+            if kept.get(name) != own:
+                refuse(f"{name} of {str(path)!r}", kept.get(name), f"{own}, or an empty output")
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self.next_step, self._skipped = state["next_step"], state["skipped"]

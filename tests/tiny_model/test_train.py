@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.tiny_model import train as command
 from benchmarks.tiny_model.batches import Batches
-from benchmarks.tiny_model.corpus import save_corpus
+from benchmarks.tiny_model.corpus import Corpus, save_corpus
 from benchmarks.tiny_model.evaluate import held_out_loss, recall_shares
 from benchmarks.tiny_model.forward import Forward
 from benchmarks.tiny_model.model import configuration, load_weights, new_model, save_checkpoint
@@ -45,7 +45,7 @@ def test_both_stages_one_after_the_other(small_model, corpus, stage, tmp_path):
     losses = []
     for number in (1, 2):
         places = Places(tmp_path, number)
-        trainer = make_trainer(small_model(), stage(number, steps=24), 0, places)
+        trainer = make_trainer(small_model(), stage(number, steps=24), 0, corpus, places)
         assert train(trainer, corpus, places, deadline=ALWAYS, workers=0)
         lines = [json.loads(line) for line in (places.folder / "log.jsonl").open()]
         losses += [line["text_loss"] for line in lines if "text_loss" in line]
@@ -95,7 +95,11 @@ def test_held_out_text_is_never_trained_on(small_model, corpus, stage, tmp_path,
     )
     places = Places(tmp_path, 1)
     train(
-        make_trainer(small_model(), stage(), 0, places), corpus, places, deadline=ALWAYS, workers=0
+        make_trainer(small_model(), stage(), 0, corpus, places),
+        corpus,
+        places,
+        deadline=ALWAYS,
+        workers=0,
     )
     assert read
     assert read.isdisjoint(corpus.held_out.tolist())
@@ -109,13 +113,13 @@ def test_a_call_out_of_time_saves_and_the_next_goes_on(
     monkeypatch.setattr(command.time, "monotonic", lambda: next(clock))
     calls = done = 0
     while not done:
-        trainer = make_trainer(small_model(), stage(), 0, places)
+        trainer = make_trainer(small_model(), stage(), 0, corpus, places)
         done = train(trainer, corpus, places, deadline=next(clock) + 10, workers=0)
         calls += 1
         assert places.state.exists() != places.done
     assert calls > 2
 
-    whole = make_trainer(small_model(), stage(), 0, Places(tmp_path / "whole", 1))
+    whole = make_trainer(small_model(), stage(), 0, corpus, Places(tmp_path / "whole", 1))
     train(whole, corpus, Places(tmp_path / "whole", 1), deadline=ALWAYS, workers=0)
     cut, uncut = (tmp_path / name / "stage-1" / "model.safetensors" for name in ("cut", "whole"))
     assert cut.read_bytes() == uncut.read_bytes()
@@ -125,7 +129,7 @@ def test_workers_change_nothing(small_model, corpus, stage, tmp_path):
     written = []
     for workers in (0, 2):
         places = Places(tmp_path / str(workers), 1)
-        trainer = make_trainer(small_model(), stage(), 0, places)
+        trainer = make_trainer(small_model(), stage(), 0, corpus, places)
         train(trainer, corpus, places, deadline=ALWAYS, workers=workers)
         written.append((places.folder / "model.safetensors").read_bytes())
     assert written[0] == written[1]
@@ -138,21 +142,47 @@ def test_state_of_another_run_is_refused(small_model, stage, tmp_path, name, see
         Trainer(small_model(), stage(number), seed).load_state(tmp_path / "state.pt")
 
 
+def cut_run(small_model, corpus, stage, tmp_path, start):
+    """A stage that stopped after its first steps."""
+    places = Places(tmp_path / "cut", 3)
+    trainer = make_trainer(small_model(), stage(3), 0, corpus, places, start)
+    assert not train(trainer, corpus, places, deadline=-math.inf, workers=0)
+    return places
+
+
+def test_a_state_of_other_text_weights_or_settings_is_refused(small_model, corpus, stage, tmp_path):
+    starts = [tmp_path / "one", tmp_path / "other"]
+    for seed, start in enumerate(starts):
+        save_checkpoint(start, small_model(seed))
+    places = cut_run(small_model, corpus, stage, tmp_path, starts[0])
+    make_trainer(small_model(), stage(3), 0, corpus, places, starts[0])  # goes on
+
+    shorter = Corpus(corpus.train[:-1], corpus.held_out)
+    refused = {
+        "training text": (small_model(), shorter, starts[0]),
+        "first weights": (small_model(), corpus, starts[1]),
+        "model settings": (small_model(swiglu_limit=9.0), corpus, starts[0]),
+    }
+    for name, (model, text, start) in refused.items():
+        with pytest.raises(SpinError, match=rf"^{name} of .*state\.pt.*or an empty output$"):
+            make_trainer(model, stage(3), 0, text, places, start)
+
+
 def test_a_broken_state_is_refused(small_model, stage, tmp_path):
     (tmp_path / "state.pt").write_bytes(b"half a f")
     with pytest.raises(SpinError, match=r"state: cannot read '.*state\.pt'"):
         Trainer(small_model(), stage(), 0).load_state(tmp_path / "state.pt")
 
 
-def test_stage_2_without_stage_1_is_refused(small_model, stage, tmp_path):
+def test_stage_2_without_stage_1_is_refused(small_model, corpus, stage, tmp_path):
     with pytest.raises(SpinError, match=r"checkpoint: cannot load '.*stage-1/model\.safetensors'"):
-        make_trainer(small_model(), stage(2), 0, Places(tmp_path, 2))
+        make_trainer(small_model(), stage(2), 0, corpus, Places(tmp_path, 2))
 
 
-def test_a_stage_can_start_from_any_checkpoint(small_model, stage, tmp_path):
+def test_a_stage_can_start_from_any_checkpoint(small_model, corpus, stage, tmp_path):
     save_checkpoint(tmp_path / "other", small_model(seed=5))
     trainer = make_trainer(
-        small_model(), stage(3), 0, Places(tmp_path, 3), start=tmp_path / "other"
+        small_model(), stage(3), 0, corpus, Places(tmp_path, 3), start=tmp_path / "other"
     )
     weight = trainer.model.lm_head.weight.detach()
     assert torch.equal(weight, small_model(seed=5).lm_head.weight.bfloat16().float())
@@ -184,7 +214,7 @@ def test_experts_with_little_load_are_favoured(small_model, corpus, stage):
 
 def test_export_loads_everywhere(small_model, corpus, stage, tmp_path):
     places = Places(tmp_path, 1)
-    trainer = make_trainer(small_model(), stage(), 0, places)
+    trainer = make_trainer(small_model(), stage(), 0, corpus, places)
     train(trainer, corpus, places, deadline=ALWAYS, workers=0)
     assert sorted(path.name for path in places.folder.iterdir()) == sorted(
         [*tiny.FILES, "log.jsonl"]
