@@ -61,20 +61,24 @@ def answer_all(
     """Right answers, answers, and the interval of their share, by task."""
     result: dict[str, Any] = {}
     for task in (*TASKS, DIALOGUE):
-        right: list[bool] = []
-        for turns in documents_of(
-            task,
-            documents=documents,
-            context_bytes=context_bytes,
-            queries=queries,
-            filler=filler,
-        ):
-            right += right_answers(forward, turns)
-        low, high = share_interval(sum(right), len(right))
+        by_document = [
+            right_answers(forward, turns)
+            for turns in documents_of(
+                task,
+                documents=documents,
+                context_bytes=context_bytes,
+                queries=queries,
+                filler=filler,
+            )
+        ]
+        right = [one for answers in by_document for one in answers]
+        of_answer = [number for number, answers in enumerate(by_document) for _ in answers]
+        interval = share_interval(right, of_answer)
         result[task] = {
             "right": sum(right),
             "answers": len(right),
-            "interval": [round(low, 3), round(high, 3)],
+            "documents": len(by_document),
+            "interval": interval and [round(end, 3) for end in interval],
         }
         print(task, result[task], flush=True)
     return result

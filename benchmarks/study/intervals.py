@@ -19,24 +19,71 @@ LEAST_DOCUMENTS = 8
 _SEED = 0
 
 
-def share_interval(right: int, answers: int) -> tuple[float, float]:
-    """Confidence interval of a share (Wilson, 1927), for answers independent of each other.
+def share_interval(
+    right: Sequence[bool], documents: Sequence[Hashable]
+) -> tuple[float, float] | None:
+    """Confidence interval of a share of right answers (Wilson, 1927).
 
-    Unlike the usual one it has a width where all answers are right, or none.
+    Unlike the usual one it has a width where all answers are right, or none. Answers of a document
+    share its fate: they count for as many independent ones as their variance between documents says
+    (Kish's design effect, at least 1), and few documents widen it by Student's distribution. Where
+    all answers are alike nothing tells documents apart, and each counts as one. None for one
+    document with several answers.
 
     Args:
-        right: `0 .. answers`.
-        answers: at least 1.
+        right: whether each question was answered right.
+        documents: which document each question belongs to.
+
+    Raises:
+        SpinError: no question, or unequal lengths.
     """
-    if answers < 1:
-        refuse("answers", answers, "an integer >= 1")
-    if not 0 <= right <= answers:
-        refuse("right", right, f"0 .. {answers}")
-    z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
-    share, spread = right / answers, z * z / answers
+    if not len(right) == len(documents) > 0:
+        refuse("right, documents", f"{len(right)}, {len(documents)}", "equal lengths of at least 1")
+    sums, sizes = _by_document(right, documents)
+    count, share = len(sizes), float(sums.sum() / len(right))
+    if len(right) == count:  # one answer each
+        return _wilson(share, len(right), _normal_quantile())
+    if count < 2:
+        return None
+    between = float(np.square(sums - share * sizes).sum()) * count / (count - 1) / len(right)
+    within = share * (1 - share)
+    effect = max(1.0, between / within) if within else 1.0
+    return _wilson(share, len(right) / effect, _student_quantile(count - 1))
+
+
+def _wilson(share: float, answers: float, quantile: float) -> tuple[float, float]:
+    spread = quantile * quantile / answers
     middle = (share + spread / 2) / (1 + spread)
     half = math.sqrt(share * (1 - share) * spread + spread * spread / 4) / (1 + spread)
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _normal_quantile() -> float:
+    return NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
+
+
+def _student_quantile(freedom: int) -> float:
+    """Of Student's distribution, by bisection of its distribution function (A&S 26.7.3, 26.7.4)."""
+    low, high = 0.0, 1_000.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        inside = _student_inside(middle, freedom)
+        low, high = (middle, high) if inside < CONFIDENCE else (low, middle)
+    return high
+
+
+def _student_inside(t: float, freedom: int) -> float:
+    """Probability of `-t .. t`."""
+    angle = math.atan(t / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term = total = cosine if odd else 1.0
+    if freedom == 1:
+        total = 0.0
+    for k in range(2 + odd, freedom, 2):
+        term *= (k - 1) / k * cosine * cosine
+        total += term
+    return (angle + sine * total) * 2 / math.pi if odd else sine * total
 
 
 @dataclass(frozen=True)
@@ -102,20 +149,27 @@ def mean_interval(
         changes: one of each question, such as a difference of two ways to answer it.
         documents: which document each question belongs to.
     """
-    number = {document: n for n, document in enumerate(dict.fromkeys(documents))}
-    if len(number) < LEAST_DOCUMENTS:
+    sums, sizes = _by_document(changes, documents)
+    count = len(sizes)
+    if count < LEAST_DOCUMENTS:
         return None
-    of_answer = np.array([number[document] for document in documents])
-    sums = np.bincount(of_answer, weights=changes, minlength=len(number))
-    sizes = np.bincount(of_answer, minlength=len(number))
     # One draw a resample: how often each document is in it.
     times = np.random.default_rng(_SEED).multinomial(
-        len(number), np.full(len(number), 1 / len(number)), size=RESAMPLES
+        count, np.full(count, 1 / count), size=RESAMPLES
     )
     means = (times @ sums) / (times @ sizes)
     tail = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(means, [tail, 100 - tail])
     return float(low), float(high)
+
+
+def _by_document(
+    values: Sequence[float] | NDArray[np.int64], documents: Sequence[Hashable]
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Sum of each document's values, and how many it has."""
+    number = {document: n for n, document in enumerate(dict.fromkeys(documents))}
+    of_value = np.array([number[document] for document in documents])
+    return np.bincount(of_value, weights=values), np.bincount(of_value)
 
 
 def _sign_test(lost: int, gained: int) -> float:

@@ -4,7 +4,7 @@
     python -m benchmarks.study.report build/study
 
 It writes `report.md` and `report.html` there. Every method is paired with dense, document by
-document; intervals are of 95 %.
+document; intervals are of 95 % and know that answers of a document share its fate.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def quality_row(result: Result, dense: Result) -> dict[str, str]:
     """A method on a question next to dense, as text."""
     right, before = _flat(result["right"]), _flat(dense["right"])
     change = compare(before, right, _documents(result))
-    low, high = share_interval(sum(right), len(right))
+    interval = share_interval(right, _documents(result))
     row = {
         "method": _label(result),
         "right": f"{sum(right)} of {len(right)}",
-        "share": f"{low:.3f} to {high:.3f}",
+        "share": "{:.3f} to {:.3f}".format(*interval) if interval else "(one document)",
         "lost, gained": f"{change.lost}, {change.gained}",
         "share - dense": _signed(change.difference, change.interval),
     }
@@ -114,7 +114,7 @@ def chart_of(name: str, results: Sequence[Result]) -> dict[str, Any]:
     series: dict[str, list[dict[str, float]]] = defaultdict(list)
     for result in results:
         right = _flat(result["right"])
-        low, high = share_interval(sum(right), len(right))
+        low, high = share_interval(right, _documents(result)) or (None, None)
         point = {"x": result["cost"]["bytes_share"], "value": sum(right) / len(right)}
         series[result["cell"]["method"]].append(point | {"low": low, "high": high})
     return {

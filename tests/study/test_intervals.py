@@ -21,9 +21,52 @@ from spin_trtllm.errors import SpinError
     ],
 )
 def test_published_intervals(right, answers, low, high):
-    assert share_interval(right, answers) == pytest.approx((low, high), abs=1e-4)
-    mirrored = share_interval(answers - right, answers)
+    alone = range(answers)  # a document each
+    found = [True] * right + [False] * (answers - right)
+    assert share_interval(found, alone) == pytest.approx((low, high), abs=1e-4)
+    mirrored = share_interval([not one for one in found], alone)
     assert mirrored == pytest.approx((1 - high, 1 - low), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),  # of the tables of Student's distribution, two-sided 95 %
+    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (7, 2.3646), (24, 2.0639), (100, 1.9840)],
+)
+def test_student_quantiles(freedom, quantile):
+    assert intervals._student_quantile(freedom) == pytest.approx(quantile, abs=1e-4)
+
+
+def test_a_share_of_few_documents_by_hand():
+    """Half of 20 documents of ten answers know all: as sure as 19 answers of 19 documents."""
+    right = [n // 10 % 2 == 0 for n in range(200)]
+    low, high = share_interval(right, [n // 10 for n in range(200)])
+    t, answers = 2.0930, 19  # design effect 10 * 20 / 19
+    half = math.sqrt(t * t / answers / 4 + (t * t / answers) ** 2 / 4) / (1 + t * t / answers)
+    assert (low, high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-4)
+    alone = share_interval(right, range(200))
+    assert high - low > 2.5 * (alone[1] - alone[0])
+
+
+def test_answers_alike_in_all_documents_count_singly():
+    few, many = (share_interval([True] * 32, [n % k for n in range(32)]) for k in (2, 16))
+    assert few[0] < many[0] < share_interval([True] * 32, range(32))[0]
+    assert few[1] == many[1] == 1.0
+    assert share_interval([True, False], "aa") is None
+
+
+def test_shares_hold_the_truth_about_as_often_as_they_say():
+    """Documents differ: the interval that takes answers as independent holds it far too rarely."""
+    draws = np.random.default_rng(2)
+    held = naive = 0
+    for _ in range(400):
+        of_document = draws.beta(2, 1, size=(25, 1))  # 2/3 on average
+        right = (draws.random((25, 8)) < of_document).flatten().tolist()
+        low, high = share_interval(right, np.repeat(range(25), 8).tolist())
+        held += low <= 2 / 3 <= high
+        low, high = share_interval(right, range(200))
+        naive += low <= 2 / 3 <= high
+    assert 370 <= held <= 392  # 95 % of 400 is 380
+    assert naive < 340
 
 
 def test_a_comparison_by_hand():
@@ -78,10 +121,10 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say(monkeypatch):
     assert 178 <= held <= 199  # 95 % of 200 is 190
 
 
-@pytest.mark.parametrize(("right", "answers"), [(1, 0), (3, 2), (-1, 2)])
-def test_impossible_counts_are_refused(right, answers):
-    with pytest.raises(SpinError, match=r"answers: got 0, |right: got"):
-        share_interval(right, answers)
+@pytest.mark.parametrize(("right", "documents"), [([], []), ([True], [0, 1])])
+def test_shares_of_nothing_are_refused(right, documents):
+    with pytest.raises(SpinError, match=r"right, documents: got .* allowed: equal lengths of at"):
+        share_interval(right, documents)
 
 
 @pytest.mark.parametrize("lengths", [(0, 0, 0), (2, 1, 2), (2, 2, 1)])
