@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -113,3 +117,19 @@ def put_scores(view: LayerView, scores: Tensor, block_size: int, poison: float) 
     compact = torch.full_like(view.get_scores(), poison)
     compact_scores(scores, view.block_list, block_size, compact)
     view.put_scores(compact)
+
+
+@contextmanager
+def capturing() -> Iterator[torch.cuda.CUDAGraph]:
+    """What the block launches becomes the graph. A dead graph that Python's collector destroyed
+    meanwhile would spoil the capture, and torch's memory with it.
+    """
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph):
+            yield graph
+    finally:
+        gc.enable()

@@ -16,6 +16,7 @@ from typing import Any
 
 import hook_standin
 import torch
+from cases import capturing
 from torch import Tensor
 
 from spin_trtllm.ops import score_pages
@@ -221,8 +222,6 @@ def capture(run: Callable[[], object], device: str) -> Callable[[], object]:
     """
     if device == "cpu":
         return run
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing() as graph:
         run()
     return graph.replay

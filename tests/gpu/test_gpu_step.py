@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import first_difference, put_scores, same_bits, scores_of
+from cases import capturing, first_difference, put_scores, same_bits, scores_of
 
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.gpu_state import GpuState, GrowingState
@@ -195,9 +195,7 @@ def test_a_graph_captured_at_small_lengths_replays_at_any() -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run(captured, inputs)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing() as graph:
         run(captured, inputs)
     explored = set()
     first = torch.tensor([3, 100, 4000, 8000]).cuda()

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import capturing
 from score_slots_cases import (
     EXACT,
     FAST,
@@ -192,8 +193,7 @@ def test_a_graph_captured_at_small_lengths_replays_at_large_ones(library):
     case.visible_slots.copy_(torch.tensor([64, 1, 0, 64]))
     case.block_count.copy_(torch.tensor([1, 1, 0, 1]))
     case.run(library)  # loads the kernel outside the capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing() as graph:
         case.run(library)
     for share in (1.0, 0.5, 0.0, 1.0):
         case.visible_slots.copy_((lengths * share).int())

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from cases import capturing
 from torch import Tensor
 
 from spin_trtllm.errors import SpinError
@@ -178,9 +179,7 @@ def test_captured_graphs_live_through_growth_and_trim(memory: GrowingMemory) -> 
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing() as graph:
         step()
     graph.replay()
     memory.trim(0, 32 * MIB)  # the graph touches the lower half only
@@ -200,8 +199,7 @@ def test_captured_graphs_live_through_growth_and_trim(memory: GrowingMemory) -> 
 def test_growth_is_refused_under_capture(memory: GrowingMemory) -> None:
     memory.grow(0, 2 * MIB)
     counter = torch.zeros((), device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing() as graph:
         counter.add_(1)
         with pytest.raises(SpinError, match="under capture"):
             memory.grow(0, 64 * MIB)
