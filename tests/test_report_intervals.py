@@ -139,11 +139,11 @@ def test_interpolation_is_draw_by_draw() -> None:
 
     x = [constant(0.2), constant(0.4, 0.1)]
     y = [constant(1.0), constant(3.0)]
-    between = interpolate(x, y, 0.3)
+    between = interpolate(x, y, constant(0.3))
     assert between.value == pytest.approx(2.0)
     assert between.by_trace == pytest.approx([2.0])
     assert between.draws == pytest.approx([2.0, 1 + 2 / 3, 1.5])
-    beyond = interpolate(x, y, 0.45)
+    beyond = interpolate(x, y, constant(0.45))
     assert np.isnan(beyond.value)
     assert np.isnan(beyond.draws[0])
     assert beyond.interval is None

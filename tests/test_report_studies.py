@@ -264,6 +264,31 @@ def test_claims_are_differences_of_the_table(tmp_path: Path, capsys: Capture) ->
         assert found == pytest.approx(tails["row0"] - tails["prefix"], abs=1e-9)
 
 
+def test_reductions_are_compared_where_they_skip_as_much(tmp_path: Path, capsys: Capture) -> None:
+    """Rows that share a mask: at one target A1 and A2 skip unlike shares of the blocks."""
+    paths = write_traces(tmp_path, STEPS, rows=3)
+    result = report(capsys, paths, tmp_path / "out", "--studies", "figure3")["figure3"]
+    lines = {
+        variant: np.array(
+            [
+                values(row, "realized_sparsity", "p99_miss")
+                for row in result["rows"]
+                if row["variant"] == variant
+            ]
+        ).T
+        for variant in ("A1-max", "A2-max")
+    }
+    claims = [c for c in result["claims"] if c["metric"].startswith("p99 miss, at a realized")]
+    for index in (1, 2):  # targets of 30 and 40 %
+        ends = [line[0][index] for line in lines.values()]
+        assert ends[0] != ends[1]
+        slots, blocks = (np.interp(np.mean(ends), *line) for line in lines.values())
+        assert claims[index]["difference"] == pytest.approx(blocks - slots, abs=1e-12)
+        assert claims[index]["difference"] != pytest.approx(
+            lines["A2-max"][1][index] - lines["A1-max"][1][index], abs=1e-6
+        )
+
+
 def test_no_difference_is_no_verdict(tmp_path: Path, capsys: Capture) -> None:
     # Nothing can be skipped of one block: every policy keeps everything.
     traces = [

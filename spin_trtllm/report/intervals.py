@@ -122,17 +122,23 @@ def _percentile_99(runs: NDArray[np.int64], values: FloatArray, weights: FloatAr
     return np.where(below[:, -1] > 0, result, np.nan)
 
 
-def interpolate(x: Sequence[Estimate], y: Sequence[Estimate], at: float) -> Estimate:
+def interpolate(x: Sequence[Estimate], y: Sequence[Estimate], at: Estimate) -> Estimate:
     """`y` where `x` is `at`, on the line through neighbouring points; NaN beyond the last ones.
 
     Args:
         x, y: the same points in order of rising `x`.
+        at: draw by draw, since the points move from draw to draw.
     """
-    xs = np.stack([_together(point) for point in x])
-    ys = np.stack([_together(point) for point in y])
-    columns = range(xs.shape[1])
-    values = [np.interp(at, xs[:, i], ys[:, i], left=np.nan, right=np.nan) for i in columns]
-    return _estimate(np.array(values), len(x[0].by_trace))
+    xs = np.stack([_together(point) for point in x], 1)
+    ys = np.stack([_together(point) for point in y], 1)
+    places = zip(_together(at), xs, ys, strict=True)
+    values = [np.interp(*place, left=np.nan, right=np.nan) for place in places]
+    return _estimate(np.array(values), len(at.by_trace))
+
+
+def halfway(one: Estimate, other: Estimate) -> Estimate:
+    """The middle of two figures, draw by draw."""
+    return _estimate((_together(one) + _together(other)) / 2, len(one.by_trace))
 
 
 def _ranked(levels: FloatArray, below: FloatArray, rank: FloatArray) -> FloatArray:

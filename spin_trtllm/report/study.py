@@ -9,7 +9,14 @@ from typing import Any
 
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.report.claims import Claim
-from spin_trtllm.report.intervals import Estimate, mean_of, p99_layer_mean_of, p99_of
+from spin_trtllm.report.intervals import (
+    Estimate,
+    halfway,
+    interpolate,
+    mean_of,
+    p99_layer_mean_of,
+    p99_of,
+)
 from spin_trtllm.report.record import FloatArray, Record
 from spin_trtllm.report.store import Arm, TraceFile
 
@@ -51,6 +58,28 @@ class Evidence:
             "p99_miss": p99_of(misses).to_json(),
             "p99_miss_layer_mean": p99_layer_mean_of(misses).to_json(),
         }
+
+    def at_equal_sparsity(
+        self, tail: str, first: Sequence[str], second: Sequence[str], middle: int
+    ) -> tuple[float, Estimate, Estimate]:
+        """A tail of two curves where they skip as much: at one target they need not.
+
+        Args:
+            tail: of `TAILS`.
+            first, second: labels of the arms of each curve, in order of rising targets.
+            middle: which of these targets; the curves are compared midway between what they
+                realize there, draw by draw.
+
+        Returns:
+            That realized sparsity, and the figure of each curve there; NaN beyond a curve's end.
+        """
+        sparsities = [[self.sparsity(label) for label in labels] for labels in (first, second)]
+        tails = [
+            [TAILS[tail](self.misses(label)) for label in labels] for labels in (first, second)
+        ]
+        at = halfway(sparsities[0][middle], sparsities[1][middle])
+        one, other = (interpolate(x, y, at) for x, y in zip(sparsities, tails, strict=True))
+        return at.value, one, other
 
     def replays(self) -> list[dict[str, Any]]:
         """The figures of every single replay, as `spin-trtllm replay` gives them."""

@@ -11,7 +11,6 @@ import numpy as np
 from spin_trtllm.config import MASK_POLICIES, UPDATE_POLICIES, SpinConfig
 from spin_trtllm.report.claims import Claim, judge
 from spin_trtllm.report.drafts import Drafts
-from spin_trtllm.report.intervals import interpolate
 from spin_trtllm.report.store import Arm, TraceFile
 from spin_trtllm.report.study import (
     QUALITY_COLUMNS,
@@ -97,11 +96,8 @@ def _claim(evidence: Evidence, name: str, mask: str, tail: str) -> Claim:
     def labels(update: str) -> list[str]:
         return [_label(name, mask, update, sparsity) for sparsity in _TARGETS]
 
-    sparsity = {u: [evidence.sparsity(x) for x in labels(u)] for u in UPDATE_POLICIES}
-    misses = {u: [TAILS[tail](evidence.misses(x)) for x in labels(u)] for u in UPDATE_POLICIES}
     middle = _TARGETS.index(_MATCHED_TARGET)
-    at = float(np.mean([points[middle].value for points in sparsity.values()]))
-    row0, prefix = (interpolate(sparsity[u], misses[u], at) for u in ("row0", "prefix"))
+    at, row0, prefix = evidence.at_equal_sparsity(tail, labels("row0"), labels("prefix"), middle)
     return judge(
         f"the prefix update misses less in the tail than the row-0 update ({name}, {mask} mask)",
         f"{tail}, at a realized sparsity of {at:.3f}, row-0 less prefix",
