@@ -45,6 +45,11 @@ _FIELDS: dict[str, list[tuple[str, str]]] = {
         ("i", "tile_blocks tiles ratio block_size top_k sparsity_ppm exploration_ppm"),
         ("i", "row0_mask page_slots"),
     ],
+    "quantize_query": [
+        ("p", "query weights query_out weights_out"),
+        ("l", "heads_total"),
+        ("i", "query_dtype"),
+    ],
     "score_slots": [
         ("p", "query weights pages page_table visible_slots block_list block_count"),
         ("p", "places scores"),
@@ -87,8 +92,10 @@ _KINDS: dict[str, Any] = {
 }
 
 STATE_DTYPES = {torch.bfloat16: 0, torch.float32: 1}
+QUERY_DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 POOLINGS = {"max": 0, "top4": 1, "mean": 2}
 SCORE_EXACT, SCORE_FAST, SCORE_PORTABLE = 0, 1, 2
+KEY_DIM = 128
 KEY_BYTES = 132  # of a slot in a page: 128 e4m3 values and one fp32 scale
 TILE_SLOTS = 256  # SPIN_ADVANCE_TILE_SLOTS
 MAX_ROWS = 8

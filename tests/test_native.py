@@ -111,7 +111,7 @@ def test_headers_are_plain_c(c_compiler: list[str], tmp_path: Path) -> None:
 
 def test_structs_have_the_layout_of_the_headers(c_compiler: list[str], tmp_path: Path) -> None:
     lines, expected = [], []
-    for stem in (*STEMS, "score_slots"):
+    for stem in (*STEMS, "score_slots", "quantize_query"):
         struct = native.params_struct(stem)
         name = "Spin" + "".join(part.title() for part in stem.split("_")) + "Params"
         lines.append(f'printf("%zu\\n", sizeof({name}));')

@@ -8,6 +8,7 @@ Each is a torch operator `spin::<stem>` with a fake implementation, so that it s
 
 from spin_trtllm.ops.observe_scores import observe_scores
 from spin_trtllm.ops.predict_blocks import predict_blocks
+from spin_trtllm.ops.quantize_query import quantize_query
 from spin_trtllm.ops.score_slots import score_pages, score_slots
 from spin_trtllm.ops.select_blocks import select_blocks
 from spin_trtllm.ops.topk_slots import topk_slots
@@ -17,6 +18,7 @@ __all__ = [
     "Selection",
     "observe_scores",
     "predict_blocks",
+    "quantize_query",
     "score_pages",
     "score_slots",
     "select_blocks",

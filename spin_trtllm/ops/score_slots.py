@@ -14,7 +14,7 @@ from spin_trtllm.reference import score_slots
 
 __all__ = ["KEY_DIM", "decode_pages", "score_pages", "score_slots"]
 
-KEY_DIM = 128
+KEY_DIM = native.KEY_DIM
 ARITHMETIC = {
     "exact": native.SCORE_EXACT,
     "fast": native.SCORE_FAST,

@@ -11,6 +11,7 @@ from spin_trtllm.reference.adopt_scores import adopt_scores
 from spin_trtllm.reference.observe_scores import observe_scores
 from spin_trtllm.reference.pool_keys import pool_keys
 from spin_trtllm.reference.predict_blocks import predict_blocks
+from spin_trtllm.reference.quantize_query import quantize_query
 from spin_trtllm.reference.score_blocks import score_blocks
 from spin_trtllm.reference.score_slots import score_slots
 from spin_trtllm.reference.select_blocks import Selection, select_blocks
@@ -22,6 +23,7 @@ __all__ = [
     "observe_scores",
     "pool_keys",
     "predict_blocks",
+    "quantize_query",
     "score_blocks",
     "score_slots",
     "select_blocks",

@@ -8,6 +8,7 @@
 #include "spin/common.h"
 #include "spin/observe_scores.h"
 #include "spin/predict_blocks.h"
+#include "spin/quantize_query.h"
 #include "spin/select_blocks.h"
 #include "spin/topk_slots.h"
 
