@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TensorRT modules that a machine can have, and which of them does what.
+
+They share one interface and differ in what they bring: a builder, or only a runtime. All have a
+plugin registry, so the plugin loads into each.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+
+from spin_trtllm.errors import SpinError, refuse
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """One kind of TensorRT.
+
+    Attributes:
+        name: its Python module.
+        builds: whether it turns networks into engines.
+        note: what is special about it, one line; may be empty.
+    """
+
+    name: str
+    builds: bool
+    note: str = ""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names to import it by: the module, or the wheel of bindings that it re-exports."""
+        return (self.name, f"{self.name}_bindings")
+
+
+# In the order of preference.
+FLAVOURS = (
+    Flavour("tensorrt", builds=True),
+    Flavour("tensorrt_rtx", builds=True, note="its documentation calls plugins unsupported"),
+    Flavour("tensorrt_lean", builds=False, note="runs engines, builds none"),
+    Flavour("tensorrt_dispatch", builds=False, note="runs engines, builds none"),
+)
+
+
+def installed_flavours() -> tuple[Flavour, ...]:
+    """The flavours that can be found, best first; nothing is imported."""
+    return tuple(flavour for flavour in FLAVOURS if _module_name(flavour) is not None)
+
+
+def import_flavour(name: str | None = None, *, builds: bool = False) -> ModuleType:
+    """Import a flavour's module.
+
+    Args:
+        name: of `FLAVOURS`; None takes the best one installed.
+        builds: only one with a builder will do.
+
+    Raises:
+        SpinError: an unknown name, nothing fitting installed, or a module that fails to import.
+    """
+    fitting = [flavour for flavour in FLAVOURS if flavour.builds or not builds]
+    names = [flavour.name for flavour in fitting]
+    if name is not None and name not in names:
+        refuse("tensorrt", name, ", ".join(names))
+    wanted = [flavour for flavour in fitting if name in (None, flavour.name)]
+    found = next((module for f in wanted if (module := _module_name(f)) is not None), None)
+    if found is None:
+        raise SpinError(f"tensorrt: none of {', '.join(f.name for f in wanted)} is installed")
+    try:
+        return importlib.import_module(found)
+    except Exception as error:  # a library that it needs may be missing or be of another version
+        raise SpinError(f"tensorrt: cannot import {found}: {error}") from error
+
+
+def _module_name(flavour: Flavour) -> str | None:
+    for module in flavour.modules:
+        try:
+            spec = importlib.util.find_spec(module)
+        except (ImportError, ValueError):
+            continue
+        if spec is not None and spec.origin is not None:  # any folder of that name would do else
+            return module
+    return None

@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode step of one layer's indexer in DeepSeek-V4 as an ONNX network with SPIN inside.
+
+    query latent -> projection -> RoPE -> rotation -+
+    hidden state -> head weights -------------------+-> SpinIndexer -> slots for the attention
+    paged keys, lanes, positions, state ------------+              \\-> the state, in place
+
+The keys of the current tokens are in their pages before the network runs: the compressor that
+makes them belongs to the attention, which needs it in prefill, too. One network is one layer,
+because between two indexers lies the rest of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spin_trtllm import native
+from spin_trtllm.build.checkpoint import IndexerGeometry
+from spin_trtllm.config import SpinConfig
+from spin_trtllm.errors import check_integer, refuse
+from spin_trtllm.geometry import count_blocks
+from spin_trtllm.hosts.tensorrt.nodes import PAGE_SLOTS, node_fields
+from spin_trtllm.hosts.tensorrt.onnx_nodes import (
+    DOMAIN,
+    DOMAIN_VERSION,
+    import_onnx,
+    make_onnx_node,
+)
+from spin_trtllm.hosts.tensorrt.rope import Rope
+from spin_trtllm.hosts.tensorrt.weights import IndexerWeights
+
+OPSET = 19  # the first with fp8; TensorRT 10.3 reads up to 20
+IR_VERSION = 9
+
+KERNEL_HEADS = (32, 64)
+KERNEL_HEAD_DIM = 128
+PAGE_WORDS_PER_SLOT = native.KEY_BYTES // 4
+
+# What the projections are computed in, and what their weights are kept in.
+PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype]] = {
+    "fp32": (torch.float32, torch.float32),
+    "fp16": (torch.float16, torch.float16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp8": (torch.bfloat16, torch.float8_e4m3fn),
+}
+
+# Dimensions that an engine may be built for a range of.
+SEQUENCES, PAGES, TABLE_PAGES = "sequences", "pages", "table_pages"
+
+Shape = Sequence[int | str]
+
+
+@dataclass(frozen=True)
+class IndexerSizes:
+    """What a network is sized for.
+
+    Attributes:
+        max_sequences: sequences that decode at once; as many lanes hold a state each.
+        rows: queries a sequence and step, 1 and the drafts.
+        slots: capacity `N` of a sequence, in whole pages.
+        page_slots: slots a page of the key cache.
+
+    Raises:
+        SpinError: a size out of range.
+    """
+
+    max_sequences: int
+    rows: int
+    slots: int
+    page_slots: int = 64
+
+    def __post_init__(self) -> None:
+        check_integer("max_sequences", self.max_sequences, 1, 65536)
+        check_integer("rows", self.rows, 1, native.MAX_ROWS)
+        if self.page_slots not in PAGE_SLOTS:
+            refuse("page_slots", self.page_slots, ", ".join(map(str, PAGE_SLOTS)))
+        check_integer("slots", self.slots, self.page_slots, 2**31 - 1)
+        if self.slots % self.page_slots:
+            refuse("slots", self.slots, f"a multiple of {self.page_slots}, the slots of a page")
+
+    @property
+    def ranges(self) -> dict[str, tuple[int, int, int]]:
+        """Least, usual and largest value of each dimension that an engine has a range of."""
+        table = self.slots // self.page_slots
+        most = (2**31 - 1) // (self.page_slots * PAGE_WORDS_PER_SLOT)
+        pages = min(self.max_sequences * table, most)
+        return {
+            SEQUENCES: (1, self.max_sequences, self.max_sequences),
+            PAGES: (1, pages, most),
+            TABLE_PAGES: (1, table, table),
+        }
+
+
+def state_shapes(config: SpinConfig, sizes: IndexerSizes) -> dict[str, tuple[int, ...]]:
+    """Shape of each state tensor; all zero is the state at the start.
+
+    `v` and `d` have the configuration's `state_dtype`, `scores` is fp32, `compact_of_block` int32
+    and `books` int64.
+    """
+    blocks = count_blocks(sizes.slots, config.block_size)
+    lanes = sizes.max_sequences
+    places = lanes + sizes.max_sequences  # the second half is for sequences without a lane
+    return {
+        "v": (lanes, sizes.slots),
+        "d": (lanes, sizes.slots + 8),  # one offset more than slots, in steps of 8
+        "scores": (places, sizes.rows, blocks * config.block_size),
+        "compact_of_block": (places, blocks),
+        "books": (sizes.rows + 3, lanes),
+    }
+
+
+def indexer_network(
+    weights: IndexerWeights,
+    rope: Rope,
+    geometry: IndexerGeometry,
+    config: SpinConfig,
+    sizes: IndexerSizes,
+    *,
+    precision: str = "bf16",
+    rotate: bool = True,
+    exact: bool = True,
+    aliased: bool = True,
+) -> Any:
+    """The network of one layer.
+
+    Inputs: `hidden` `[S, R, hidden]` and `query_latent` `[S, R, q_lora_rank]` (the attention's
+    normalised query latent), both of the precision's dtype; `pages`, `page_table`, `lanes`,
+    `positions`, `sequence_ids` as `SpinIndexer` takes them, and the state (`state_shapes`).
+    Outputs: `slots` int32 `[S, R, K]`, ascending, -1 pads; `block_count` int32 `[S]`; the state as
+    `<name>_out`, for which the input's own buffer is bound.
+
+    Heads and dimensions that the kernels have and the model has not are zero, which changes no
+    score.
+
+    Args:
+        weights: of the layer.
+        rope: of the model.
+        geometry: of the model's indexer.
+        config: `top_k` must be settled.
+        sizes: what it is made for.
+        precision: of `PRECISIONS`; `fp8` keeps the query projection's weights in e4m3, with a
+            scale an output, and computes in bf16.
+        rotate: whether the cached keys went through a Hadamard rotation, as DeepSeek's own code
+            and TensorRT-LLM do before they quantise; Transformers does not.
+        exact: products as good as fp32, or fp8 tensor cores where they are quicker.
+        aliased: state in place; otherwise the state outputs are copies.
+
+    Returns:
+        An ONNX `ModelProto`.
+
+    Raises:
+        SpinError: an argument out of range, a model that the kernels do not fit, or no `onnx`.
+    """
+    if precision not in PRECISIONS:
+        refuse("precision", precision, ", ".join(PRECISIONS))
+    if config.top_k != geometry.top_k:
+        refuse("config.top_k", config.top_k, f"{geometry.top_k}, the model's index_topk")
+    heads = _kernel_heads(geometry, rope)
+    graph = _Graph(*PRECISIONS[precision])
+    fields = node_fields(
+        "SpinIndexer",
+        config,
+        ratio=geometry.ratio,
+        slots=sizes.slots,
+        layer=weights.layer,
+        page_slots=sizes.page_slots,
+        exact=exact,
+        aliased=aliased,
+    )
+    rows: Shape = (SEQUENCES, sizes.rows)
+    graph.input("hidden", graph.dtype, (*rows, weights.heads.shape[1]))
+    graph.input("query_latent", graph.dtype, (*rows, weights.query.shape[2]))
+    graph.input("pages", torch.int32, (PAGES, sizes.page_slots * PAGE_WORDS_PER_SLOT))
+    graph.input("page_table", torch.int32, (SEQUENCES, TABLE_PAGES))
+    graph.input("lanes", torch.int64, (SEQUENCES,))
+    graph.input("positions", torch.int64, rows)
+    graph.input("sequence_ids", torch.int64, (SEQUENCES,))
+    shapes = state_shapes(config, sizes)
+    dtypes = _state_dtypes(config)
+    for name, shape in shapes.items():
+        graph.input(name, dtypes[name], shape)
+
+    scale = _query(graph, weights, rope, heads, rotate)
+    _head_weights(graph, weights, heads, scale)
+    node, outputs = make_onnx_node(
+        "SpinIndexer",
+        {name: name for name in ("query", "weights", *graph.input_names[2:])},
+        fields,
+    )
+    graph.nodes.append(node)
+    graph.output(outputs["slots"], torch.int32, (*rows, geometry.top_k))
+    graph.output(outputs["block_count"], torch.int32, (SEQUENCES,))
+    for name, shape in shapes.items():
+        graph.output(outputs[name], dtypes[name], shape)
+    return graph.model(f"spin_indexer_layer_{weights.layer}")
+
+
+def _state_dtypes(config: SpinConfig) -> dict[str, torch.dtype]:
+    return {
+        "v": config.storage_dtype,
+        "d": config.storage_dtype,
+        "scores": torch.float32,
+        "compact_of_block": torch.int32,
+        "books": torch.int64,
+    }
+
+
+def _kernel_heads(geometry: IndexerGeometry, rope: Rope) -> int:
+    """The number of heads to compute: the model's, filled up to what the kernels have."""
+    if geometry.index_heads > KERNEL_HEADS[-1]:
+        refuse("index_n_heads", geometry.index_heads, f"at most {KERNEL_HEADS[-1]}")
+    if not rope.dim <= geometry.index_head_dim <= KERNEL_HEAD_DIM:
+        refuse("index_head_dim", geometry.index_head_dim, f"{rope.dim} .. {KERNEL_HEAD_DIM}")
+    return next(heads for heads in KERNEL_HEADS if heads >= geometry.index_heads)
+
+
+# ---- the parts ----
+
+
+def _query(graph: _Graph, weights: IndexerWeights, rope: Rope, heads: int, rotate: bool) -> float:
+    """`query` `[S, R, heads, 128]`: projected, rotated by position and, maybe, by Hadamard.
+
+    The projection's outputs are put in the order plain, even, odd, so that RoPE needs no
+    interleaving; one product with a constant restores the order, rotates and fills up to 128.
+
+    Returns:
+        What the query has to be multiplied with for its true length.
+    """
+    head_dim = weights.query.shape[1]
+    order, plain, half = _rope_order(head_dim, rope), head_dim - rope.dim, rope.dim // 2
+    ordered = weights.query[:, order]
+    filled = torch.zeros(heads, head_dim, ordered.shape[2])
+    filled[: len(ordered)] = ordered
+    matrix = graph.weight("query_projection", filled.flatten(0, 1).T)
+    projected = graph.node("MatMul", ["query_latent", matrix], "query_projected")
+    by_head = graph.reshape(projected, (0, 0, heads, head_dim), "query_heads")
+
+    cosine, sine = _angles(graph, rope)
+    wide = graph.cast(by_head, torch.float32)
+    parts = [plain, half, half] if plain else [half, half]
+    names = ["query_plain", "query_even", "query_odd"][-len(parts) :]
+    graph.split(wide, parts, names)
+    turned = {
+        "query_even_turned": ("Sub", cosine, sine),
+        "query_odd_turned": ("Add", sine, cosine),
+    }
+    for name, (operation, of_even, of_odd) in turned.items():
+        left = graph.node("Mul", ["query_even", of_even], f"{name}_left")
+        right = graph.node("Mul", ["query_odd", of_odd], f"{name}_right")
+        graph.node(operation, [left, right], name)
+    joined = graph.node("Concat", [*names[:-2], *turned], "query_turned", axis=-1)
+    narrow = graph.cast(joined, graph.dtype)
+
+    basis, scale = _basis(head_dim, order, rotate)
+    rotated = graph.node("MatMul", [narrow, graph.constant("query_basis", basis)], "query_rotated")
+    # the kernels quantise to fp8 themselves and know no fp32 query
+    graph.cast(rotated, torch.float16 if graph.dtype == torch.float32 else graph.dtype, "query")
+    return scale
+
+
+def _angles(graph: _Graph, rope: Rope) -> tuple[str, str]:
+    """Cosine and sine of every row's position: fp32 `[S, R, 1, rope_dim / 2]`."""
+    position = graph.cast("positions", torch.float32)
+    column = graph.node("Unsqueeze", [position, graph.integers((-1, -2))], "position_column")
+    frequencies = graph.constant("inverse_frequencies", rope.inverse_frequencies, torch.float32)
+    angle = graph.node("Mul", [column, frequencies], "angle")
+    both = []
+    for operation in ("Cos", "Sin"):
+        value = graph.node(operation, [angle], f"angle_{operation.lower()}")
+        if rope.scaling != 1.0:
+            factor = graph.constant(f"{value}_scaling", torch.tensor(rope.scaling), torch.float32)
+            value = graph.node("Mul", [value, factor], f"{value}_scaled")
+        both.append(value)
+    return both[0], both[1]
+
+
+def _head_weights(graph: _Graph, weights: IndexerWeights, heads: int, query_scale: float) -> None:
+    """`weights` fp32 `[S, R, heads]`, all factors of the score included."""
+    filled = torch.zeros(heads, weights.heads.shape[1])
+    filled[: len(weights.heads)] = weights.heads
+    # a tenth of a per cent of the weights, and the scores are proportional to them: never fp8
+    matrix = graph.constant("head_projection", filled.T)
+    projected = graph.node("MatMul", ["hidden", matrix], "head_weights")
+    count, head_dim = weights.query.shape[:2]
+    factor = torch.tensor(query_scale * (count * head_dim) ** -0.5)
+    scale = graph.constant("score_scale", factor, torch.float32)
+    graph.node("Mul", [graph.cast(projected, torch.float32), scale], "weights")
+
+
+def _rope_order(head_dim: int, rope: Rope) -> Tensor:
+    """Dimensions of a head in the order plain, even, odd; the rotated ones are the last."""
+    dims = torch.arange(head_dim)
+    turned = dims[head_dim - rope.dim :]
+    return torch.cat((dims[: head_dim - rope.dim], turned[0::2], turned[1::2]))
+
+
+def _basis(head_dim: int, order: Tensor, rotate: bool) -> tuple[Tensor, float]:
+    """What turns ordered dimensions into those of the cached keys, zeros up to 128.
+
+    A Hadamard matrix is orthogonal but for its length, so its entries are left at a power of two,
+    which every precision holds exactly, and the rest of the length is given back: a score is
+    proportional to the length of its query.
+
+    Returns:
+        `[head_dim, 128]`, and the factor that is left.
+    """
+    basis = torch.zeros(head_dim, KERNEL_HEAD_DIM)
+    if not rotate:
+        basis[torch.arange(head_dim), order] = 1.0
+        return basis, 1.0
+    if head_dim & (head_dim - 1):
+        refuse("index_head_dim", head_dim, "a power of two, for a Hadamard rotation")
+    entry = 2.0 ** -(head_dim.bit_length() // 2)
+    basis[:, :head_dim] = hadamard(head_dim)[order] * entry
+    return basis, head_dim**-0.5 / entry
+
+
+def hadamard(size: int) -> Tensor:
+    """Sylvester's Hadamard matrix: fp32 `[size, size]` of 1 and -1; `size` is a power of two."""
+    matrix = torch.ones(1, 1)
+    for _ in range(int(math.log2(size))):
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix
+
+
+# ---- writing it down ----
+
+
+class _Graph:
+    """Collects an ONNX graph: tensors are known by name, and a node is named after its output."""
+
+    def __init__(self, dtype: torch.dtype, storage: torch.dtype) -> None:
+        self._onnx = import_onnx()
+        self.dtype = dtype
+        self.nodes: list[Any] = []
+        self._storage = storage
+        self._inputs: list[Any] = []
+        self._outputs: list[Any] = []
+        self._constants: dict[str, Any] = {}
+
+    @property
+    def input_names(self) -> list[str]:
+        return [tensor.name for tensor in self._inputs]
+
+    def input(self, name: str, dtype: torch.dtype, shape: Shape) -> None:
+        self._inputs.append(self._tensor(name, dtype, shape))
+
+    def output(self, name: str, dtype: torch.dtype, shape: Shape) -> None:
+        self._outputs.append(self._tensor(name, dtype, shape))
+
+    def node(self, operation: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
+        made = self._onnx.helper.make_node(operation, inputs, [output], output, **attributes)
+        self.nodes.append(made)
+        return output
+
+    def cast(self, tensor: str, dtype: torch.dtype, output: str | None = None) -> str:
+        output = output or f"{tensor}_as_{str(dtype).removeprefix('torch.')}"
+        return self.node("Cast", [tensor], output, to=self._type(dtype))
+
+    def reshape(self, tensor: str, shape: Sequence[int], output: str) -> str:
+        return self.node("Reshape", [tensor, self.integers(shape)], output)
+
+    def split(self, tensor: str, parts: Sequence[int], outputs: Sequence[str]) -> None:
+        inputs = [tensor, self.integers(parts)]
+        made = self._onnx.helper.make_node("Split", inputs, outputs, f"{tensor}_split", axis=-1)
+        self.nodes.append(made)
+
+    def integers(self, values: Sequence[int]) -> str:
+        name = "integers_" + "_".join(str(value).replace("-", "minus") for value in values)
+        return self.constant(name, torch.tensor(values), torch.int64)
+
+    def constant(self, name: str, value: Tensor, dtype: torch.dtype | None = None) -> str:
+        """A constant in a dtype; None: the one that the network computes in."""
+        stored = value.to(dtype or self.dtype).contiguous()
+        tensor = self._onnx.TensorProto(
+            name=name, data_type=self._type(stored.dtype), dims=stored.shape
+        )
+        tensor.raw_data = stored.reshape(-1).view(torch.uint8).numpy().tobytes()
+        self._constants[name] = tensor
+        return name
+
+    def weight(self, name: str, value: Tensor) -> str:
+        """A matrix `[in, out]` in the precision's storage, widened again where that is fp8."""
+        if self._storage.itemsize > 1:
+            return self.constant(name, value)
+        scale = value.abs().amax(0).clamp(min=1e-12) / torch.finfo(self._storage).max
+        scale = scale.to(self.dtype)
+        stored = self.constant(f"{name}_e4m3", value / scale.float(), self._storage)
+        inputs = [stored, self.constant(f"{name}_scale", scale)]
+        return self.node("DequantizeLinear", inputs, name, axis=1)
+
+    def model(self, name: str) -> Any:
+        helper = self._onnx.helper
+        graph = helper.make_graph(
+            self.nodes, name, self._inputs, self._outputs, list(self._constants.values())
+        )
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)]
+        return helper.make_model(
+            graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="spin-trtllm"
+        )
+
+    def _tensor(self, name: str, dtype: torch.dtype, shape: Shape) -> Any:
+        return self._onnx.helper.make_tensor_value_info(name, self._type(dtype), list(shape))
+
+    def _type(self, dtype: torch.dtype) -> int:
+        types: Mapping[torch.dtype, str] = {
+            torch.float32: "FLOAT",
+            torch.float16: "FLOAT16",
+            torch.bfloat16: "BFLOAT16",
+            torch.float8_e4m3fn: "FLOAT8E4M3FN",
+            torch.int32: "INT32",
+            torch.int64: "INT64",
+        }
+        return int(self._onnx.TensorProto.DataType.Value(types[dtype]))

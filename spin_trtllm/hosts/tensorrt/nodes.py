@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin's nodes are called, what goes in and out, and their fields.
+
+`plugins/tensorrt/README.md` says what each tensor and field means, and the library itself checks
+dtypes, shapes and ranges. Here are the names in their order, for building networks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spin_trtllm import native
+from spin_trtllm.config import SpinConfig
+from spin_trtllm.errors import refuse
+
+NAMESPACE = "spin"
+VERSION = "1"
+
+FieldValue = int | float
+Fields = dict[str, FieldValue]
+
+
+@dataclass(frozen=True)
+class Node:
+    """One kind of node.
+
+    Attributes:
+        name: of its creator.
+        inputs: names in order.
+        outputs: names in order; an input's name again is that state, as the step leaves it.
+        fields: names of its fields.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    fields: tuple[str, ...]
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """The inputs that an output is aliased to."""
+        return tuple(name for name in self.outputs if name in self.inputs)
+
+
+def _node(name: str, inputs: str, outputs: str, fields: str) -> Node:
+    return Node(name, tuple(inputs.split()), tuple(outputs.split()), tuple(fields.split()))
+
+
+NODES = {
+    node.name: node
+    for node in (
+        _node(
+            "SpinIndexer",
+            "query weights pages page_table lanes positions sequence_ids "
+            "v d scores compact_of_block books",
+            "slots block_count v d scores compact_of_block books",
+            "ratio slots top_k layer block_size page_slots sparsity_ppm exploration_ppm seed "
+            "pooling row0_mask ema_decay row0_update exact aliased",
+        ),
+        _node(
+            "SpinPredictBlocks",
+            "v d lanes positions sequence_ids warm page_table",
+            "block_list block_count compact_of_block row_slots kept_slots visible_slots "
+            "compact_pages",
+            "ratio slots top_k layer block_size page_slots sparsity_ppm exploration_ppm seed "
+            "pooling row0_mask",
+        ),
+        _node(
+            "SpinSparseIndexer",
+            "query weights pages page_table block_list block_count row_slots visible_slots",
+            "slots scores",
+            "slots top_k block_size page_slots exact",
+        ),
+        _node(
+            "SpinObserve",
+            "v d lanes positions accepted scores compact_of_block",
+            "v d",
+            "ratio slots block_size ema_decay row0_update aliased",
+        ),
+    )
+}
+REQUIRED_FIELDS = ("ratio", "slots", "top_k", "layer")  # the others have defaults
+
+BLOCK_SIZES = (16, 32, 64, 128)
+PAGE_SLOTS = (32, 64)
+_SIGNED_END = 2**63
+
+
+def node_of(name: str) -> Node:
+    """The node of that name.
+
+    Raises:
+        SpinError: there is none.
+    """
+    if name not in NODES:
+        refuse("node", name, ", ".join(NODES))
+    return NODES[name]
+
+
+def check_names(node: Node, given: Mapping[str, object], fields: Mapping[str, FieldValue]) -> None:
+    """Refuse inputs and fields that a node does not have, or lacks.
+
+    Raises:
+        SpinError: names the node and the first name that is wrong.
+    """
+    for name in node.inputs:
+        if name not in given:
+            refuse(f"{node.name}: inputs", sorted(given), f"all of {', '.join(node.inputs)}")
+    for name in given:
+        if name not in node.inputs:
+            refuse(f"{node.name}: input", name, ", ".join(node.inputs))
+    for name in fields:
+        if name not in node.fields:
+            refuse(f"{node.name}: field", name, ", ".join(node.fields))
+    for name in REQUIRED_FIELDS:
+        if name in node.fields and name not in fields:
+            refuse(f"{node.name}: fields", sorted(fields), f"{name} among them")
+
+
+def node_fields(
+    name: str,
+    config: SpinConfig,
+    *,
+    ratio: int,
+    slots: int,
+    layer: int,
+    page_slots: int = 64,
+    exact: bool = True,
+    aliased: bool = True,
+) -> Fields:
+    """The fields of a node for a configuration.
+
+    Args:
+        name: of the node.
+        config: `top_k` must be settled.
+        ratio: raw tokens a slot.
+        slots: capacity `N` of a sequence.
+        layer: decoder-layer index.
+        page_slots: slots a page of the key cache.
+        exact: products as good as fp32, or fp8 tensor cores where they are quicker.
+        aliased: state in place; otherwise the state outputs are copies.
+
+    Raises:
+        SpinError: a configuration that the plugin cannot run.
+    """
+    node = node_of(name)
+    _check_config(config, slots, page_slots)
+    values: dict[str, FieldValue | None] = {
+        "ratio": ratio,
+        "slots": slots,
+        "top_k": config.top_k,
+        "layer": layer,
+        "block_size": config.block_size,
+        "page_slots": page_slots,
+        "sparsity_ppm": config.sparsity_ppm,
+        "exploration_ppm": config.exploration_ppm,
+        # fields are signed; the bits are what counts
+        "seed": config.seed - 2 * _SIGNED_END if config.seed >= _SIGNED_END else config.seed,
+        "pooling": native.POOLINGS[config.pooling],
+        "row0_mask": int(config.mask_policy == "row0"),
+        "ema_decay": config.ema_decay,
+        "row0_update": int(config.update_policy == "row0"),
+        "exact": int(exact),
+        "aliased": int(aliased),
+    }
+    return {name: value for name in node.fields if (value := values[name]) is not None}
+
+
+def _check_config(config: SpinConfig, slots: int, page_slots: int) -> None:
+    if config.top_k is None or not 1 <= config.top_k <= native.MAX_TOP_K:
+        refuse("config.top_k", config.top_k, f"an integer in 1 .. {native.MAX_TOP_K}")
+    if config.block_size not in BLOCK_SIZES:
+        refuse("block_size", config.block_size, f"{', '.join(map(str, BLOCK_SIZES))}")
+    if config.reduction != "A1":
+        refuse("reduction", config.reduction, "A1")
+    if config.exploration_policy not in ("none", "random"):
+        refuse("exploration_policy", config.exploration_policy, "none, random")
+    if config.query_share_ppm:
+        refuse("query_share", config.query_share, "0: the plugin ranks by the averages only")
+    if page_slots not in PAGE_SLOTS:
+        refuse("page_slots", page_slots, ", ".join(map(str, PAGE_SLOTS)))
+    limit = native.MAX_BLOCKS * config.block_size
+    if not 1 <= slots <= limit:
+        refuse("slots", slots, f"an integer in 1 .. {limit}")

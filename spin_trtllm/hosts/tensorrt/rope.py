@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rotary embedding of DeepSeek-V4's indexer, as numbers that a network holds as constants."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spin_trtllm.errors import refuse
+
+# Transformers' defaults of DeepSeek-V4, for fields that a configuration leaves out.
+_HEAD_DIM, _ROPE_DIM, _THETA = 512, 64, 160_000.0
+_PLAIN, _YARN = "default", "yarn"
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """Rotation of the trailing `2 * len(inverse_frequencies)` dimensions, in interleaved pairs.
+
+    Attributes:
+        inverse_frequencies: fp32 `[rope_dim / 2]`, radians a token.
+        scaling: factor of both cosine and sine.
+    """
+
+    inverse_frequencies: Tensor
+    scaling: float = 1.0
+
+    @property
+    def dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return 2 * len(self.inverse_frequencies)
+
+
+def indexer_rope(config: Mapping[str, Any]) -> Rope:
+    """The rotary embedding that a `config.json` gives to layers with compressed keys.
+
+    Either spelling is read: Transformers' `rope_parameters` with a `compress` entry, or the
+    original `compress_rope_theta` and `rope_scaling`. YaRN changes the frequencies only: the
+    original code, other than YaRN's own, leaves cosine and sine unscaled.
+
+    Raises:
+        SpinError: a kind of scaling that the model was not released with, or a value out of range.
+    """
+    parameters = _parameters(config)
+    kind = parameters.get("rope_type", parameters.get("type", _PLAIN))
+    if kind not in (_PLAIN, _YARN):
+        refuse("rope_type", kind, f"{_PLAIN}, {_YARN}")
+    dim = _rope_dim(config, parameters)
+    theta = _number(parameters, "rope_theta", config.get("compress_rope_theta", _THETA))
+    plain = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if kind == _PLAIN:
+        return Rope(plain)
+    scaling = _number(parameters, "attention_factor", 1.0)
+    return Rope(_yarn(plain, theta, dim, parameters), scaling)
+
+
+def _yarn(plain: Tensor, theta: float, dim: int, parameters: Mapping[str, Any]) -> Tensor:
+    """Slow rotations are stretched by `factor`, fast ones are not, with a ramp in between."""
+    factor = _number(parameters, "factor")
+    trained = _number(parameters, "original_max_position_embeddings")
+    low = _turning(_number(parameters, "beta_fast", 32.0), trained, theta, dim)
+    high = _turning(_number(parameters, "beta_slow", 1.0), trained, theta, dim)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return plain / factor * ramp + plain * (1 - ramp)
+
+
+def _turning(rotations: float, length_tokens: float, theta: float, dim: int) -> float:
+    """The dimension pair that turns `rotations` times within a length."""
+    return dim * math.log(length_tokens / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+
+def _parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name in ("rope_parameters", "rope_scaling"):
+        found = config.get(name)
+        if found is not None and not isinstance(found, Mapping):
+            refuse(name, found, "a JSON object")
+        if found:
+            nested = found.get("compress", found)
+            # without nesting, a theta beside it belongs to layers without compression
+            plain = {k: v for k, v in found.items() if k != "rope_theta"}
+            return nested if "compress" in found else plain
+    return {}
+
+
+def _rope_dim(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
+    head_dim = _number(config, "head_dim", _HEAD_DIM)
+    share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    dim = config.get("qk_rope_head_dim", _ROPE_DIM) if share is None else int(head_dim * share)
+    if not isinstance(dim, int) or dim < 2 or dim % 2:
+        refuse("qk_rope_head_dim", dim, "an even number of at least 2")
+    return dim
+
+
+def _number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    value = values.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        refuse(name, value, "a positive number")
+    return float(value)
