@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from spin_trtllm.build.checkpoint import read_checkpoint
 from spin_trtllm.build.engine import ENGINE_FILES, load_engine
-from spin_trtllm.build.pipeline import STAGES, BuildRequest, build
+from spin_trtllm.build.pipeline import BuildRequest, build
 from spin_trtllm.build.progress import Stages
 from spin_trtllm.build.spin_settings import preset_for
 from spin_trtllm.config import SpinConfig, preset
@@ -44,8 +44,8 @@ def make(checkpoint: Path, **changes: Any) -> Path:
         "dry_run": False,
         "force": False,
     }
-    path, _ = build(BuildRequest(**(request | changes)), Stages(STAGES, io.StringIO()))
-    return path
+    wanted = BuildRequest(**(request | changes))
+    return build(wanted, Stages(wanted.stages, io.StringIO())).output
 
 
 def test_an_engine_is_built_and_loaded(tmp_path: Path) -> None:

@@ -15,11 +15,14 @@ import click
 from spin_trtllm import __version__
 from spin_trtllm.build.engine import RUN_FILE
 from spin_trtllm.build.handover import hand_over
-from spin_trtllm.build.pipeline import STAGES, BuildRequest, build
+from spin_trtllm.build.pipeline import BuildRequest, Built, build
 from spin_trtllm.build.progress import Stages
 from spin_trtllm.build.target import TARGET_SMS
+from spin_trtllm.build.tensorrt import FOLDER, ROTATIONS, TensorrtOptions, describe_engines
 from spin_trtllm.commands.common import run
 from spin_trtllm.config import BLOCK_SIZES, STATE_DTYPES
+from spin_trtllm.errors import refuse
+from spin_trtllm.hosts.tensorrt.indexer import PRECISIONS
 from spin_trtllm.step import SpinStep
 
 PROGRAM = "trtllm-build"
@@ -30,6 +33,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _BUILD = "Build"
 _SPIN = "SPIN (overrides the file or preset)"
 _SIZES = "Deployment"
+_TENSORRT = "TensorRT"
 
 # option, SpinConfig field, type, help
 _SPIN_FIELDS: list[tuple[str, str, type, str]] = [
@@ -113,6 +117,24 @@ def _spin_fields(function: Function) -> Function:
     type=int,
     help="Longest sequence in tokens. Default: the model's limit.",
 )
+@_option(
+    "--tensorrt",
+    section=_TENSORRT,
+    is_flag=True,
+    help="Also write the indexer's layers as ONNX with SPIN's plugin, and as engines where a "
+    "TensorRT with a builder is installed.",
+)
+@_option(
+    "--precision",
+    section=_TENSORRT,
+    help=f"Of the projections: {', '.join(PRECISIONS)}. Default: bf16.",
+)
+@_option(
+    "--key_rotation",
+    section=_TENSORRT,
+    help=f"What cached keys went through: {', '.join(ROTATIONS)}. Default: hadamard.",
+)
+@_option("--max_draft_len", section=_TENSORRT, type=int, help="Draft tokens a step. Default: 0.")
 @click.version_option(__version__, prog_name=f"{PROGRAM} (spin-trtllm)")
 def command(**options: Any) -> None:
     """Prepare a DeepSeek-V4 or V3.2 checkpoint for serving with SPIN.
@@ -121,13 +143,37 @@ def command(**options: Any) -> None:
     weights stay where they are.
     """
     overrides = {field: options.pop(field) for _, field, _, _ in _SPIN_FIELDS}
-    request = BuildRequest(overrides=overrides, **options)
-    output, files = build(request, Stages(STAGES))
+    tensorrt = _tensorrt_options(options)
+    request = BuildRequest(overrides=overrides, tensorrt=tensorrt, **options)
+    built = build(request, Stages(request.stages))
     if request.dry_run:
-        for name, text in files.items():
+        for name, text in built.files.items():
             _echo(f"\n# ---- {name}\n{text}")
     else:
-        _echo(f"serve it: {shlex.quote(str(output / RUN_FILE))}\n")
+        _echo_use(built)
+
+
+def _tensorrt_options(options: dict[str, Any]) -> TensorrtOptions | None:
+    """Take TensorRT's options out of all of them; None without `--tensorrt`."""
+    wanted = options.pop("tensorrt")
+    defaults: dict[str, Any] = {
+        "precision": "bf16",
+        "key_rotation": ROTATIONS[0],
+        "max_draft_len": 0,
+    }
+    given = {name: options.pop(name) for name in defaults}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and not wanted:
+        name, value = next(iter(given.items()))
+        refuse(f"--{name}", value, "only with --tensorrt")
+    return TensorrtOptions(**(defaults | given)) if wanted else None
+
+
+def _echo_use(built: Built) -> None:
+    if built.engines is not None:
+        _echo(f"TensorRT: {shlex.quote(str(built.output / FOLDER))}, engines: ")
+        _echo(f"{describe_engines(built.engines)}\n")
+    _echo(f"serve it: {shlex.quote(str(built.output / RUN_FILE))}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from spin_trtllm.build import tensorrt
 from spin_trtllm.build.engine import ENGINE_FILES, is_engine, write_engine
 from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.files import atomic_directory
@@ -34,12 +35,26 @@ def check_output_dir(output: Path, checkpoint: Path, *, force: bool) -> None:
     entries = _entries(output)
     if entries and not is_engine(output):
         refuse("output_dir", str(output), "an engine or an empty directory to replace by --force")
+    if tensorrt.is_ours(output / tensorrt.FOLDER):
+        entries.discard(tensorrt.FOLDER)
     if strange := sorted(entries - set(ENGINE_FILES)):
         refuse(f"output_dir: {str(output)!r} holds", strange[0], f"{', '.join(ENGINE_FILES)}")
 
 
-def write_output(output: Path, files: Mapping[str, str], *, force: bool) -> None:
+def write_output(
+    output: Path,
+    files: Mapping[str, str],
+    *,
+    force: bool,
+    then: Callable[[Path], None] | None = None,
+) -> None:
     """Write an engine all at once: on any error `output` is as it was.
+
+    Args:
+        output: where the engine is to go.
+        files: as `write_engine` takes them.
+        force: replace what `check_output_dir` let pass.
+        then: puts more into the new directory before it stands.
 
     Raises:
         SpinError: the directory cannot be written.
@@ -47,6 +62,8 @@ def write_output(output: Path, files: Mapping[str, str], *, force: bool) -> None
     try:
         with atomic_directory(output, force=force) as directory:
             write_engine(directory, files)
+            if then is not None:
+                then(directory)
     except OSError as error:
         reason = error.strerror or error
         raise SpinError(f"output_dir: cannot write {str(output)!r}: {reason}") from error

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The build itself: five stages, each a function of what the ones before it found."""
+"""The build itself: a few stages, each a function of what the ones before it found."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,20 @@ from spin_trtllm.build.progress import Stages
 from spin_trtllm.build.run_script import run_script_text
 from spin_trtllm.build.spin_settings import settle_spin
 from spin_trtllm.build.target import Target, choose_target, indexer_key_dtype
+from spin_trtllm.build.tensorrt import (
+    Engines,
+    TensorrtOptions,
+    describe_engines,
+    describe_networks,
+    export_networks,
+    make_engines,
+    manifest_text,
+    move_into,
+    size_networks,
+    work_folder,
+)
 from spin_trtllm.config import SpinConfig
-
-STAGES = 5
+from spin_trtllm.hosts.tensorrt.indexer import IndexerSizes
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,7 @@ class BuildRequest:
         max_seq_len: longest sequence in tokens; None takes the model's limit.
         dry_run: do everything but write.
         force: replace an earlier engine.
+        tensorrt: also make TensorRT networks, and engines where they can be built; None does not.
     """
 
     checkpoint_dir: str
@@ -57,24 +71,43 @@ class BuildRequest:
     max_seq_len: int | None
     dry_run: bool
     force: bool
+    tensorrt: TensorrtOptions | None = None
+
+    @property
+    def stages(self) -> int:
+        """How many stages the build has."""
+        return 5 if self.tensorrt is None else 7
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build made.
+
+    Attributes:
+        output: the engine's directory.
+        files: the text of its files by name.
+        engines: what became of TensorRT engines, if they were asked for.
+    """
+
+    output: Path
+    files: Mapping[str, str]
+    engines: Engines | None
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an engine is sized for, and the memory that takes."""
+    """What an engine is sized for, and the memory that takes; `networks` are TensorRT's."""
 
     max_batch_size: int
     max_seq_len: int
     target: Target
     key_dtype: str
     memory: SpinMemory
+    networks: IndexerSizes | None
 
 
-def build(request: BuildRequest, stages: Stages) -> tuple[Path, Mapping[str, str]]:
+def build(request: BuildRequest, stages: Stages) -> Built:
     """Build an engine, or only work it out for a dry run.
-
-    Returns:
-        The engine's directory and the text of its files by name.
 
     Raises:
         SpinError: the first check that failed; nothing has been written then.
@@ -86,12 +119,27 @@ def build(request: BuildRequest, stages: Stages) -> tuple[Path, Mapping[str, str
     sizes = stages.run("size state", lambda: _size(request, checkpoint, config), _describe_sizes)
     files = stages.run("render files", lambda: _render(checkpoint, config, sizes), ", ".join)
     output = Path(os.path.realpath(request.output_dir))
-    stages.run(
-        "write engine",
-        lambda: _write(request, checkpoint, output, files),
-        lambda _: f"{str(output)!r}" + (" (dry run: not written)" if request.dry_run else ""),
-    )
-    return output, files
+
+    options, room = request.tensorrt, sizes.networks
+    if options is None or room is None:
+        _write_stage(request, stages, checkpoint, output, files)
+        return Built(output, files, None)
+    with nullcontext() if request.dry_run else work_folder(output) as work:
+        check_output_dir(output, checkpoint.path, force=request.force)  # before minutes of work
+        networks = stages.run(
+            "export networks",
+            lambda: export_networks(checkpoint, config, room, options, work),
+            lambda networks: describe_networks(networks, options),
+        )
+        engines = stages.run(
+            "build engines",
+            lambda: make_engines(networks, room, sizes.target, work),
+            describe_engines,
+        )
+        manifest = manifest_text(networks, engines, config, room, options)
+        then = None if work is None else partial(move_into, work, manifest)
+        _write_stage(request, stages, checkpoint, output, files, then)
+    return Built(output, files, engines)
 
 
 def _settle(request: BuildRequest, checkpoint: Checkpoint) -> tuple[SpinConfig, str]:
@@ -120,7 +168,12 @@ def _size(request: BuildRequest, checkpoint: Checkpoint, config: SpinConfig) -> 
         max_seq_len=max_seq_len,
         key_dtype=key_dtype,
     )
-    return Sizes(max_batch_size, max_seq_len, target, key_dtype, memory)
+    networks = None
+    if request.tensorrt is not None:
+        networks = size_networks(
+            checkpoint, request.tensorrt, max_batch_size=max_batch_size, max_seq_len=max_seq_len
+        )
+    return Sizes(max_batch_size, max_seq_len, target, key_dtype, memory, networks)
 
 
 def _render(checkpoint: Checkpoint, config: SpinConfig, sizes: Sizes) -> dict[str, str]:
@@ -146,12 +199,24 @@ def _render(checkpoint: Checkpoint, config: SpinConfig, sizes: Sizes) -> dict[st
     }
 
 
-def _write(
-    request: BuildRequest, checkpoint: Checkpoint, output: Path, files: Mapping[str, str]
+def _write_stage(
+    request: BuildRequest,
+    stages: Stages,
+    checkpoint: Checkpoint,
+    output: Path,
+    files: Mapping[str, str],
+    then: Callable[[Path], None] | None = None,
 ) -> None:
-    check_output_dir(output, checkpoint.path, force=request.force)
-    if not request.dry_run:
-        write_output(output, files, force=request.force)
+    def write() -> None:
+        check_output_dir(output, checkpoint.path, force=request.force)
+        if not request.dry_run:
+            write_output(output, files, force=request.force, then=then)
+
+    stages.run(
+        "write engine",
+        write,
+        lambda _: f"{str(output)!r}" + (" (dry run: not written)" if request.dry_run else ""),
+    )
 
 
 def _describe_checkpoint(checkpoint: Checkpoint) -> str:
