@@ -10,6 +10,7 @@ PIP_INSTALL := $(PY) -m pip --disable-pip-version-check install -qq
 VENV_DONE := $(VENV)/.stamp-venv
 DEPS_DONE := $(VENV)/.stamp-deps
 CUDA_DONE := $(VENV)/.stamp-cuda
+HEADERS_DONE := $(VENV)/.stamp-tensorrt-headers
 SETUP_DONE := $(VENV)/.stamp-setup
 PLUGIN_FILES := $(shell find plugins -type f 2>/dev/null)
 PLUGIN_CODE := $(filter %.cu %.cuh %.cpp %.h,$(PLUGIN_FILES))
@@ -29,9 +30,15 @@ KERNEL_FLAGS := -std=c++17 -O3 -lineinfo -Iplugins/include -Xcompiler -fPIC,-fvi
 KERNEL_OBJECTS := $(patsubst plugins/kernels/%.cu,build/kernels/$(ARCH)/%.o,$(wildcard plugins/kernels/*.cu))
 KERNEL_LIBRARY := build/kernels/libspin.so
 
+# The TensorRT plugin: the same kernels in a library of its own, which needs TensorRT's headers only.
+TENSORRT_HEADERS = $(shell $(or $(wildcard $(PY)),$(PYTHON)) plugins/tensorrt/find_headers.py)
+PLUGIN_OBJECTS := $(patsubst plugins/tensorrt/%,build/kernels/$(ARCH)/tensorrt/%.o,\
+	$(wildcard plugins/tensorrt/*.cpp plugins/tensorrt/*.cu))
+PLUGIN_LIBRARY := build/kernels/libspin_trt_plugin.so
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup library test lint fmt demo prove bench study study-quick clean kernels gpu-test gpu-bench
+.PHONY: help setup library test lint fmt demo prove bench study study-quick clean kernels plugin gpu-test gpu-bench
 
 help: ## list the targets
 	@echo "Usage: make TARGET [PYTHON=python3.x] [PYTEST_ARGS=...]"
@@ -43,9 +50,9 @@ setup: $(SETUP_DONE) ## create .venv with the pinned requirements and an editabl
 
 # Where there is a CUDA compiler, setup has built the library already. Elsewhere one comes as wheels;
 # the second make sees it.
-library: setup ## the kernel library for every architecture, with a compiler from PyPI if need be
+library: setup ## the kernels and the plugin for every architecture, with a compiler from PyPI if need be
 	@$(if $(SYSTEM_NVCC),:,$(MAKE) --no-print-directory $(CUDA_DONE))
-	@$(if $(SYSTEM_NVCC),:,$(MAKE) --no-print-directory -j2 kernels ARCH=all)
+	@$(if $(SYSTEM_NVCC),:,$(MAKE) --no-print-directory -j2 kernels plugin ARCH=all)
 
 test: library ## ruff, mypy, then pytest with coverage
 	@$(BIN)/ruff check --quiet
@@ -87,6 +94,9 @@ study-quick: setup ## a small study on the CPU, in less than ten minutes on two 
 kernels: $(KERNEL_LIBRARY) ## build libspin.so for one architecture (ARCH=90a, 100a, 120a, or all)
 	@:
 
+plugin: $(PLUGIN_LIBRARY) ## build libspin_trt_plugin.so, SPIN's nodes for TensorRT (ARCH as for kernels)
+	@:
+
 gpu-test: kernels ## tests of the kernels on this machine's GPU
 	@SPIN_LIBRARY=$(CURDIR)/$(KERNEL_LIBRARY) $(PYTHON) -m pytest -p no:cacheprovider tests/gpu $(PYTEST_ARGS)
 
@@ -112,6 +122,13 @@ $(CUDA_DONE): requirements/cuda.txt $(DEPS_DONE)
 	@$(PIP_INSTALL) -r requirements/cuda.txt
 	@touch $@
 
+# Apart from the other packages: of this one only the headers are used, none of what it depends on.
+$(HEADERS_DONE): requirements/plugin.txt $(VENV_DONE)
+	@echo "setup: installing requirements/plugin.txt"
+	@rm -rf $(VENV)/tensorrt-headers
+	@$(PIP_INSTALL) --no-deps --target $(VENV)/tensorrt-headers -r requirements/plugin.txt
+	@touch $@
+
 $(DEPS_DONE): requirements/ci.txt $(VENV_DONE)
 	@echo "setup: installing requirements/ci.txt"
 	@$(PIP_INSTALL) -r requirements/ci.txt
@@ -119,7 +136,7 @@ $(DEPS_DONE): requirements/ci.txt $(VENV_DONE)
 
 # A changed kernel rebuilds the library. --no-deps: what is missing from requirements/ci.txt shall
 # fail in `pip check`, not arrive unpinned.
-$(SETUP_DONE): pyproject.toml $(DEPS_DONE) $(PLUGIN_FILES)
+$(SETUP_DONE): pyproject.toml $(DEPS_DONE) $(HEADERS_DONE) $(PLUGIN_FILES)
 	@echo "setup: installing spin-trtllm (editable)"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) --no-build-isolation --no-deps -e .
 	@$(PY) -m pip --disable-pip-version-check check >/dev/null || $(PY) -m pip check
@@ -133,9 +150,19 @@ build/kernels/$(ARCH)/%.o: plugins/kernels/%.cu
 $(KERNEL_LIBRARY): $(KERNEL_OBJECTS) build/kernels/.arch-$(ARCH)
 	@$(NVCC) -shared -cudart static -L$(dir $(NVCC))../lib $(KERNEL_OBJECTS) -o $@
 
+build/kernels/$(ARCH)/tensorrt/%.o: plugins/tensorrt/%
+	@mkdir -p $(@D)
+	@$(if $(TENSORRT_HEADERS),:,echo "plugin: no TensorRT headers; install requirements/plugin.txt or set \
+		TENSORRT_INCLUDE_DIR" >&2; exit 1)
+	@$(NVCC) $(KERNEL_FLAGS) -isystem $(TENSORRT_HEADERS) -MMD -MF $(@:.o=.d) -c $< -o $@
+
+$(PLUGIN_LIBRARY): $(KERNEL_OBJECTS) $(PLUGIN_OBJECTS) plugins/tensorrt/exports.map build/kernels/.arch-$(ARCH)
+	@$(NVCC) -shared -cudart static -L$(dir $(NVCC))../lib $(KERNEL_OBJECTS) $(PLUGIN_OBJECTS) \
+		-Xlinker --version-script=plugins/tensorrt/exports.map -o $@
+
 build/kernels/.arch-$(ARCH):
 	@mkdir -p $(@D)
 	@rm -f build/kernels/.arch-*
 	@touch $@
 
--include $(KERNEL_OBJECTS:.o=.d)
+-include $(KERNEL_OBJECTS:.o=.d) $(PLUGIN_OBJECTS:.o=.d)

@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(kThreads) quantize(const SpinQuantizeQueryPara
         const float2 scaled = make_float2(x[i] * inverse, x[i + 1] * inverse);
         return static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(scaled, __NV_SATFINITE, __NV_E4M3));
     };
-    *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.query_out) + place) =
-        pair(0) | pair(2) << 16;
+    *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.query_out) + place) = pair(0) | pair(2)
+                                                                                             << 16;
     if (lane == 0) {
         p.weights_out[head] = p.weights[head] * power_of_two(exponent);
     }
