@@ -33,7 +33,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACa
 
 from spin_trtllm import SpinConfig, SpinError, SpinState, SpinStep
 from spin_trtllm.generate import forward, prefill
-from spin_trtllm.hosts.transformers import enable
+from spin_trtllm.hosts.transformers import enable, sequences
 from spin_trtllm.replay.run import replay
 from spin_trtllm.replay.trace import Trace
 
@@ -237,6 +237,38 @@ def test_moved_beams_are_cold_and_the_others_stay_warm(model: torch.nn.Module) -
         feed(model, cache, tokens)
         assert session.stats.cold_steps == 4
         assert session.sequence_ids(cache) == (0, 1, 2)
+
+
+@whole_cache
+def test_beams_that_differ_only_long_ago_are_noticed_when_they_move(model: torch.nn.Module) -> None:
+    """Beyond the first layers' sliding windows: their newest keys there are the same."""
+    recent = random_ids(200).expand(3, -1)
+    tokens = random_ids(4, seed=1).expand(3, -1)
+    with enable(model, SPARSE, strict=True) as session:
+        cache, _ = prefill(model, torch.cat([random_ids(100, rows=3, seed=2), recent], 1))
+        feed(model, cache, tokens)
+        cache.reorder_cache(torch.tensor([0, 1, 2]))  # a copy, the rows where they were
+        feed(model, cache, tokens)
+        assert session.stats.cold_steps == 3
+        cache.reorder_cache(torch.tensor([1, 0, 2]))
+        feed(model, cache, tokens)
+        assert session.stats.cold_steps == 5
+
+
+def test_steps_compare_only_what_was_replaced(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []
+    equal = sequences._equal_rows
+    monkeypatch.setattr(sequences, "_equal_rows", lambda *pair: compared.append(1) or equal(*pair))
+    with enable(model, SPARSE, strict=True) as session:
+        cache, _ = prefill(model, random_ids(300))
+        feed(model, cache, random_ids(9, seed=1))
+        assert not compared
+        cache.layers[CSA_LAYERS[-1]].compressed_kv["indexer"] = torch.zeros(1, 77, 16)
+        feed(model, cache, random_ids(1, seed=1))
+    assert len(compared) == 1
+    assert session.stats.cold_steps == 2
 
 
 def test_beam_search_runs(model: torch.nn.Module) -> None:

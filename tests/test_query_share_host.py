@@ -31,6 +31,7 @@ from tiny_models import CSA_LAYERS, RATIO, random_ids, tiny_model
 from spin_trtllm import SpinError, SpinStep
 from spin_trtllm.generate import forward, prefill
 from spin_trtllm.hosts.transformers import enable
+from spin_trtllm.reference.pool_keys import key_bytes_read
 from spin_trtllm.replay.run import replay
 from spin_trtllm.replay.trace import Trace
 
@@ -45,10 +46,25 @@ def model() -> torch.nn.Module:
 def test_nothing_skipped_is_the_untouched_model(model: torch.nn.Module) -> None:
     prompt, tokens = random_ids(PROMPT_TOKENS), random_ids(6, seed=1)
     untouched = run(model, prompt, tokens)
-    with enable(model, replace(DENSE, query_share=1.0), strict=True) as session:
+    with enable(model, replace(DENSE, query_share=1.0), strict=True):
         assert torch.equal(run(model, prompt, tokens), untouched)
-    whole = (PROMPT_TOKENS + 6) // RATIO // BLOCK
-    assert session.stats.pooled_keys_scored == 6 * len(CSA_LAYERS) * whole
+
+
+@pytest.mark.parametrize("pooling", ["mean", "minmax"])
+def test_the_host_counts_pooled_keys_as_key_bytes_read_does(
+    model: torch.nn.Module, pooling: str
+) -> None:
+    """Through steps whose newest block is partial, and one whose newest block is whole."""
+    config = replace(SHARED, query_pooling=pooling)
+    with enable(model, config, strict=True) as session:
+        run(model, random_ids(PROMPT_TOKENS), random_ids(40, seed=1))
+    slots = [(PROMPT_TOKENS + step) // RATIO for step in range(1, 41)]
+    assert any(n % BLOCK == 0 for n in slots)
+    expected = sum(
+        key_bytes_read(n, 0, block_size_slots=BLOCK, key_bytes=1, query_pooling=pooling)
+        for n in slots
+    )
+    assert session.stats.pooled_keys_read == expected * len(CSA_LAYERS)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,21 @@ def pool_keys(
     return pooled if known is None else torch.cat([known, pooled], 1)
 
 
+def pooled_keys_read(slots: int, *, block_size_slots: int, query_pooling: str | None) -> int:
+    """Pooled keys that one query needs of one sequence in one layer, to rank its blocks.
+
+    Those of all blocks but the oldest and the newest, which are kept unseen. Making them reads
+    nothing: the newest block is scored.
+
+    Args:
+        slots: visible slots.
+        query_pooling: `mean` or `minmax`; None when the current query ranks nothing.
+    """
+    if query_pooling is None:
+        return 0
+    return max(count_blocks(slots, block_size_slots) - 2, 0) * POOLED_KEYS[query_pooling]
+
+
 def key_bytes_read(
     slots: int,
     kept_slots: int,
@@ -52,14 +67,12 @@ def key_bytes_read(
 ) -> int:
     """Bytes of keys that one step reads for one sequence in one layer.
 
-    Pooled keys cost as much as the keys they stand for, and are read for all blocks but the oldest
-    and the newest, which are kept unseen. Making them reads nothing: the newest block is scored.
+    A pooled key costs as much as one of those it stands for.
 
     Args:
         slots: visible slots; kept_slots: those in kept blocks.
         key_bytes: bytes of one key: 132 for 128 fp8 values and their scale.
-        query_pooling: `mean` or `minmax`; None when the current query ranks nothing.
+        query_pooling: as in `pooled_keys_read`.
     """
-    between = max(count_blocks(slots, block_size_slots) - 2, 0)
-    pooled = 0 if query_pooling is None else between * POOLED_KEYS[query_pooling]
+    pooled = pooled_keys_read(slots, block_size_slots=block_size_slots, query_pooling=query_pooling)
     return (kept_slots + pooled) * key_bytes

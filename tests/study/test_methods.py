@@ -96,10 +96,11 @@ LITERAL = {
     "dense": Cost(512, 512, 0, 0, 8_192, 8_192),
     # Two averages of two bytes, of 512 slots to predict and 384 to update.
     "spin": Cost(512, 384, 0, 3_584, 8_192, 6_144),
-    "spin_query": Cost(512, 384, 32, 3_584, 8_192, 6_656),
+    # Of eight blocks the oldest and the newest are kept unseen: six pooled keys four times.
+    "spin_query": Cost(512, 384, 24, 3_584, 8_192, 6_528),
     "streaming": Cost(512, 256, 0, 0, 8_192, 4_096),
     "tisa": Cost(512, 384, 0, 128 * 2, 8_192, 6_144),  # 128 cached scores of two bytes
-    "hisa": Cost(512, 256, 32, 0, 8_192, 4_608),  # eight blocks four times
+    "hisa": Cost(512, 256, 24, 0, 8_192, 4_480),
     "heavy_hitters": Cost(512, 384, 0, 896 * 4, 8_192, 6_144),
     "index_cache": Cost(512, 256, 0, 2 * 16 * 4, 8_192, 4_096),  # 16 picks of four bytes
     "head_subset": Cost(512, 512, 0, 0, 8_192, 1_024),  # two heads of sixteen

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from benchmarks.study.methods.rule import BudgetRule
 from benchmarks.study.methods.step import Cost, Step
+from spin_trtllm.reference.pool_keys import pooled_keys_read
 
 
 class Hisa(BudgetRule):
@@ -20,7 +21,9 @@ class Hisa(BudgetRule):
 
     def extra_cost(self, step: Step, kept_slots: int) -> Cost:
         """The pooled keys. Serving keeps them up to date slot by slot, at next to no cost."""
-        pooled = step.sequences * step.blocks(self.block_size_slots)
+        pooled = step.sequences * pooled_keys_read(
+            step.slots, block_size_slots=self.block_size_slots, query_pooling="mean"
+        )
         products = pooled * step.geometry.heads * step.rows
         return Cost(pooled_keys=pooled, products=products)
 

@@ -25,7 +25,7 @@ from spin_trtllm.hosts.transformers import config_of, enable
 from spin_trtllm.hosts.transformers.call import head_weights
 from spin_trtllm.hosts.transformers.hooks import find_indexers
 from spin_trtllm.reference import pool_keys, score_blocks
-from spin_trtllm.reference.pool_keys import POOLED_KEYS
+from spin_trtllm.reference.pool_keys import pooled_keys_read
 from spin_trtllm.state import SpinState
 from spin_trtllm.step import SpinStep, StepPlan
 
@@ -70,12 +70,12 @@ class SpinRun:
         return Cost(
             dense_keys=stats.dense_slots_scored,
             keys=stats.spin_slots_scored,
-            pooled_keys=stats.pooled_keys_scored,
+            pooled_keys=stats.pooled_keys_read,
             state_bytes=_state_bytes(
                 self._config, stats.dense_slots_scored, stats.spin_slots_scored
             ),
             dense_products=stats.dense_slots_scored * heads,
-            products=(stats.spin_slots_scored + stats.pooled_keys_scored) * heads,
+            products=(stats.spin_slots_scored + stats.pooled_keys_read) * heads,
         )
 
     def reading(self) -> nullcontext[None]:
@@ -134,10 +134,11 @@ class SpinRule(Rule):
     def extra_cost(self, step: Step, kept_slots: int) -> Cost:
         """The averages and, where the current query has a share, the pooled keys."""
         config = self._step.config
-        pooled = 0
-        if config.query_share_ppm:
-            whole = step.slots // config.block_size
-            pooled = step.sequences * whole * POOLED_KEYS[config.query_pooling]
+        pooled = step.sequences * pooled_keys_read(
+            step.slots,
+            block_size_slots=config.block_size,
+            query_pooling=config.query_pooling if config.query_share_ppm else None,
+        )
         return Cost(
             pooled_keys=pooled,
             products=pooled * step.geometry.heads * step.rows,

@@ -29,6 +29,7 @@ from spin_trtllm.hosts.transformers.capture import Capture
 from spin_trtllm.hosts.transformers.sequences import CacheRows, SequenceBook
 from spin_trtllm.hosts.transformers.stats import SpinStats
 from spin_trtllm.reference import pool_keys, score_blocks
+from spin_trtllm.reference.pool_keys import pooled_keys_read
 from spin_trtllm.reference.topk_slots import best_slots, expand_blocks
 from spin_trtllm.step import SpinStep, StepPlan
 
@@ -94,7 +95,8 @@ class SpinDecoder:
             self.stats.steps += sequences
             rows.dense = False
             with self._falling_back(call):
-                self.make_cold(rows.follow(cache.layers[layer].keys))
+                past = cache.layers[self._step.state.layers[-1]].compressed_kv["indexer"]
+                self.make_cold(rows.follow(cache.layers[layer].keys, past))
         call.dense = rows.dense
         return call
 
@@ -106,6 +108,8 @@ class SpinDecoder:
             inputs: what the host gave to its scorer, see `Call.inputs`.
         """
         call.inputs = inputs
+        if call.layer == self._step.state.layers[-1]:
+            call.rows.past = inputs[1]
         narrowed = None
         if not call.dense:
             with self._falling_back(call):
@@ -180,7 +184,11 @@ class SpinDecoder:
             query_pooling=config.query_pooling,
             known=known.get(call.layer),
         )
-        self.stats.pooled_keys_scored += pooled[..., 0].numel()
+        self.stats.pooled_keys_read += keys.shape[0] * pooled_keys_read(
+            keys.shape[1],
+            block_size_slots=config.block_size,
+            query_pooling=config.query_pooling,
+        )
         return score_blocks(query, head_weights(self._scorers[call.layer], hidden), pooled)
 
     def _unserved(self, call: Call, slots: int) -> str | None:

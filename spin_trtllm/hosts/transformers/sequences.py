@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from spin_trtllm.errors import refuse
@@ -23,28 +24,33 @@ class CacheRows:
         sequence_ids: one id a row; distinct over all live caches.
         newest_key: `[rows, head_dim]`, sliding-window key of each row's newest token when last
             seen in a decode step; None after a prefill.
+        past: `[rows, slots, D]`, the last indexer layer's keys at the end of the last decode step,
+            the host's own tensor; None after a prefill.
         dense: the running step gave up in some layer, so its remaining layers stay dense too.
         pooled_keys: `[rows, whole blocks, P, D]` by layer, what `pool_keys` made so far.
     """
 
     sequence_ids: tuple[int, ...]
     newest_key: Tensor | None = None
+    past: Tensor | None = None
     dense: bool = False
     pooled_keys: dict[int, Tensor] = field(default_factory=dict)
 
     def forget_keys(self) -> None:
         """The cache may hold other keys than it did."""
-        self.newest_key = None
+        self.newest_key = self.past = None
         self.pooled_keys.clear()
 
-    def follow(self, keys: Tensor) -> list[int]:
+    def follow(self, keys: Tensor, past: Tensor | None) -> list[int]:
         """Ids of the rows that no longer hold what they held: beams moved, or the cache changed.
 
-        A token's key depends on all tokens before it, so rows with equal keys hold equal texts.
+        A sliding-window key says which tokens came just before; the indexer's keys, of every layer,
+        which came before those. Rows that agree in both hold equal texts.
 
         Args:
             keys: `[rows, 1, window, head_dim]`, the host's sliding-window keys of one layer, this
                 step's token last.
+            past: `[rows, slots, D]`, the last indexer layer's keys before this step, or None.
         """
         seen, self.newest_key = self.newest_key, keys[:, 0, -1].clone()
         if seen is None:
@@ -53,9 +59,19 @@ class CacheRows:
             self.pooled_keys.clear()
             return list(self.sequence_ids)
         same = (keys[:, 0, -2] == seen).all(-1)
+        # Whoever moves rows makes a new tensor, so what was not touched is not compared.
+        if self.past is not None and past is not self.past:
+            same = same & _equal_rows(self.past, past)
         if not bool(same.all()):
             self.pooled_keys.clear()
         return [i for i, kept in zip(self.sequence_ids, same.tolist(), strict=True) if not kept]
+
+
+def _equal_rows(one: Tensor, other: Tensor | None) -> Tensor:
+    """Which rows are the same in both: bool `[rows]`."""
+    if other is None or other.shape != one.shape:
+        return one.new_zeros(one.shape[0], dtype=torch.bool)
+    return (one == other).flatten(1).all(1)
 
 
 class SequenceBook:

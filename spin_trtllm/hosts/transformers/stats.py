@@ -28,7 +28,8 @@ class SpinStats:
         sparse_steps: steps that skipped at least one block.
         dense_slots_scored: slots that the untouched indexer would have scored, over all entries.
         spin_slots_scored: slots that were scored; probing is not counted.
-        pooled_keys_scored: pooled keys that were scored to rank blocks by the current query.
+        pooled_keys_read: pooled keys that it took to rank blocks by the current query, as
+            `reference.pool_keys.pooled_keys_read` counts them.
         fallbacks: decode steps that ran dense, by reason.
         probe_seconds: time spent on probing and capturing, to be taken off any timing.
         warm_entries: entries that chose their blocks by prediction.
@@ -41,7 +42,7 @@ class SpinStats:
     sparse_steps: int = 0
     dense_slots_scored: int = 0
     spin_slots_scored: int = 0
-    pooled_keys_scored: int = 0
+    pooled_keys_read: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     probe_seconds: float = 0.0
     warm_entries: int = 0
@@ -76,7 +77,7 @@ class SpinStats:
             "sparse_steps",
             "dense_slots_scored",
             "spin_slots_scored",
-            "pooled_keys_scored",
+            "pooled_keys_read",
             "realized_sparsity",
             "mean_miss",
             "p99_miss",
