@@ -89,10 +89,12 @@ class Study:
             )
         )
         size = question.side_by_side
-        return [
+        batches = [
             read_documents(self.model, documents[start : start + size])
             for start in range(0, len(documents), size)
         ]
+        torch.cuda.empty_cache()  # reading takes tens of GiB, answering little: leave it to others
+        return batches
 
     def run(self, cell: Cell, batches: list[Batch]) -> dict[str, Any]:
         """Answer the questions of `read` with a cell's method, and write the result."""

@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks.study import run as command
 from benchmarks.study.cells import DENSE, PARTS, Cell, Question
-from benchmarks.study.documents import NAMES
+from benchmarks.study.documents import NAMES, documents_of
 from benchmarks.study.estimate import Estimate
 from benchmarks.study.methods import METHODS
-from benchmarks.study.run import AGAIN, run_part
+from benchmarks.study.run import AGAIN, run_part, share_of
 from benchmarks.study.study import Study
 from spin_trtllm.errors import SpinError
 
@@ -150,3 +150,31 @@ def test_estimates_follow_what_was_measured():
     assert total == pytest.approx(sum(map(measured.cell, PART[:3])) + measured.reading(TEXT))
     dialogue = Question("dialogue", 4_096, 4, 4)
     assert Estimate("cpu").cell(Cell(dialogue, *DENSE)) > Estimate("cpu").reading(dialogue)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_documents_of_every_cell_can_be_written(part):
+    filler = b"the quick brown fox jumps over the lazy dog\n" * 2000
+    for question in {cell.question for cell in PARTS[part]}:
+        documents = documents_of(
+            question.task,
+            documents=question.documents,
+            context_bytes=question.context_bytes,
+            queries=question.queries,
+            filler=filler,
+        )
+        assert sum(len(turn.context) for turn in next(documents)) > question.context_bytes // 2
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3, 7, 50])
+def test_shares_make_up_the_part(shares):
+    part = PARTS["curve-8k"]
+    parts = [share_of(part, f"{n}/{shares}") for n in range(1, shares + 1)]
+    assert sum(parts, ()) == part
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize("share", ["", "1", "0/2", "3/2", "1/0", "1/-1", "a/b", "1/2/3"])
+def test_other_shares_are_refused(share):
+    with pytest.raises(SpinError, match=r"share: got .*, allowed: i/n"):
+        share_of(PARTS["quick"], share)
