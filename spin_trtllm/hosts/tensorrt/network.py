@@ -12,6 +12,8 @@ from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.hosts.tensorrt.nodes import FieldValue, check_names, node_of
 from spin_trtllm.hosts.tensorrt.plugin import Plugin
 
+Array = np.ndarray[Any, Any]
+
 ALIASING = "ALIASED_PLUGIN_IO_10_03"
 
 
@@ -44,8 +46,10 @@ def add_node(
     node = node_of(name)
     check_names(node, inputs, fields)
     tensorrt, creator = plugin.tensorrt, plugin.creators[name]
+    # a field is a bare pointer: the arrays have to outlive the creator's call
+    arrays = {field: _as_array(value) for field, value in fields.items()}
     collection = tensorrt.PluginFieldCollection(
-        [_field(tensorrt, field, value) for field, value in fields.items()]
+        [_field(tensorrt, field, array) for field, array in arrays.items()]
     )
     made = creator.create_plugin(prefix + name, collection, tensorrt.TensorRTPhase.BUILD)
     if made is None:
@@ -76,8 +80,10 @@ def allow_aliasing(config: Any, tensorrt: Any) -> None:
     config.set_preview_feature(feature, True)
 
 
-def _field(tensorrt: Any, name: str, value: FieldValue) -> Any:
-    types = tensorrt.PluginFieldType
-    if isinstance(value, float):
-        return tensorrt.PluginField(name, np.array([value], np.float64), types.FLOAT64)
-    return tensorrt.PluginField(name, np.array([value], np.int64), types.INT64)
+def _as_array(value: FieldValue) -> Array:
+    return np.array([value], np.float64 if isinstance(value, float) else np.int64)
+
+
+def _field(tensorrt: Any, name: str, array: Array) -> Any:
+    kind = getattr(tensorrt.PluginFieldType, array.dtype.name.upper())
+    return tensorrt.PluginField(name, array, kind)

@@ -33,9 +33,7 @@ def import_onnx() -> ModuleType:
         import onnx.helper
         import onnx.numpy_helper
     except ImportError as error:
-        raise SpinError(
-            f"onnx: cannot import it ({error}): pip install 'spin-trtllm[tensorrt]'"
-        ) from error
+        raise SpinError(f"onnx: cannot import it ({error}): pip install onnx") from error
     return onnx
 
 

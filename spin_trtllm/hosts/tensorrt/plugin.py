@@ -85,7 +85,7 @@ def _existing(path: str | os.PathLike[str] | None) -> Path:
     if library is None or not library.is_file():
         places = plugin_search_paths() if path is None else [path]
         shown = ", ".join(str(place) for place in places)
-        raise SpinError(f"{PLUGIN_NAME}: not found in {shown}; build it with `make trt-plugin`")
+        raise SpinError(f"{PLUGIN_NAME}: not found in {shown}; build it with `make plugin`")
     return library.resolve()  # a bare name would be searched for along the loader's path
 
 

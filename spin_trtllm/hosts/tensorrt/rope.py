@@ -65,12 +65,9 @@ def _yarn(plain: Tensor, theta: float, dim: int, parameters: Mapping[str, Any]) 
     trained = _number(parameters, "original_max_position_embeddings")
     low = _turning(_number(parameters, "beta_fast", 32.0), trained, theta, dim)
     high = _turning(_number(parameters, "beta_slow", 1.0), trained, theta, dim)
-    if parameters.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    if low == high:
-        high += 0.001  # a step instead of a ramp
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    start, end = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
+    width = end - start or 0.001  # a step instead of a ramp
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - start) / width).clamp(0, 1)
     return plain / factor * ramp + plain * (1 - ramp)
 
 
