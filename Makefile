@@ -166,3 +166,21 @@ build/kernels/.arch-$(ARCH):
 	@touch $@
 
 -include $(KERNEL_OBJECTS:.o=.d) $(PLUGIN_OBJECTS:.o=.d)
+
+# Test dependencies only, and no reason to fail: the tests of a wheel that cannot be had skip themselves.
+TENSORRT_DONE := $(VENV)/.stamp-tensorrt
+
+.PHONY: tensorrt
+tensorrt: $(TENSORRT_DONE) ## TensorRT wheels for tests without a GPU (about 180 MB)
+	@:
+
+test: $(TENSORRT_DONE)
+
+$(TENSORRT_DONE): requirements/tensorrt.txt $(DEPS_DONE)
+	@all=yes; for name in lean-10 lean-11 rtx; do \
+		echo "setup: installing requirements/tensorrt.txt, $$name"; \
+		rm -rf $(VENV)/tensorrt/$$name; \
+		sed -n "/^# $$name$$/,/^$$/p" $< >$(VENV)/.requirements-$$name; \
+		$(PIP_INSTALL) --no-deps --target $(VENV)/tensorrt/$$name -r $(VENV)/.requirements-$$name || \
+			{ all=; echo "setup: no $$name; its tests are skipped" >&2; }; done; \
+	test -z "$$all" || touch $@
