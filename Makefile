@@ -13,7 +13,7 @@ CUDA_DONE := $(VENV)/.stamp-cuda
 HEADERS_DONE := $(VENV)/.stamp-tensorrt-headers
 SETUP_DONE := $(VENV)/.stamp-setup
 PLUGIN_FILES := $(shell find plugins -type f 2>/dev/null)
-PLUGIN_CODE := $(filter %.cu %.cuh %.cpp %.h,$(PLUGIN_FILES))
+PLUGIN_CODE := $(filter %.cu %.cuh %.cpp %.h,$(PLUGIN_FILES) $(wildcard tests/tensorrt/cpp/*))
 
 # Developer build of the kernels. One architecture a folder, so that switching ARCH rebuilds nothing
 # that is still good; the library itself is whatever was asked for last.

@@ -141,6 +141,9 @@ void show(const PluginField& given, char (&text)[48]) {
     } else if (given.type == PluginFieldType::kCHAR && length > 0) {
         std::snprintf(text, sizeof(text), "text '%.*s'", length < 24 ? length : 24,
                       static_cast<const char*>(given.data));
+        for (char* c = text; *c != '\0'; ++c) {
+            *c = ' ' <= *c && *c <= '~' ? *c : '?';  // a line is one line
+        }
     } else if (length != 1) {
         std::snprintf(text, sizeof(text), "%d values", length);
     } else if (read_integer(given, integer)) {

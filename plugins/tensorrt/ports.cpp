@@ -220,11 +220,6 @@ bool check_ports(const char* name, const Ports& ports, const Config& config,
         }
         layout.type[i] = inputs[i].type;
     }
-    for (int i = 0; i < ports.outputs_count; ++i) {
-        if (!check(name, ports.outputs[i], config, outputs[i], layout)) {
-            return false;
-        }
-    }
     if (layout[kBookRows] >= 0 && layout[kBookRows] != layout[kRows] + 3) {
         return refuse("%s: books: got %lld rows, allowed: rows + 3 = %lld", name,
                       static_cast<long long>(layout[kBookRows]),
@@ -234,6 +229,11 @@ bool check_ports(const char* name, const Ports& ports, const Config& config,
         return refuse("%s: scores: got %lld places, allowed: lanes + sequences = %lld or more",
                       name, static_cast<long long>(layout[kPlaces]),
                       static_cast<long long>(layout[kLanes] + layout[kSequences]));
+    }
+    for (int i = 0; i < ports.outputs_count; ++i) {
+        if (!check(name, ports.outputs[i], config, outputs[i], layout)) {
+            return false;
+        }
     }
     return true;
 }

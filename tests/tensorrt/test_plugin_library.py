@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TensorRT plugin as a file: what it exports and needs, and a fuzzer that cannot break it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from plugin_host import BUILT, NODES, PLUGIN_SOURCES, ROOT, SOURCES, compile_cpp, find_host
+from plugin_host import plugin_path as find_plugin
+
+FUZZ_SECONDS = os.environ.get("SPIN_FUZZ_SECONDS", "3")
+
+
+def symbols(*options: str) -> set[str]:
+    plugin, nm = find_plugin(), shutil.which("nm")
+    if plugin is None or nm is None:
+        pytest.skip("the plugin has not been built, or there is no nm")
+    listed = subprocess.run(
+        [nm, "-D", *options, str(plugin)], capture_output=True, text=True, check=True
+    )
+    return {line.split()[-1].split("@")[0] for line in listed.stdout.splitlines()}
+
+
+def test_it_exports_what_tensorrt_looks_up_and_nothing_else() -> None:
+    assert symbols("--defined-only") == {"getCreators", "setLoggerFinder"}
+
+
+def test_it_needs_neither_tensorrt_nor_the_cuda_runtime() -> None:
+    wanted = symbols("--undefined-only")
+    assert not [n for n in wanted if "nvinfer" in n or "TensorRT" in n or n.startswith("cuda")]
+    assert not [n for n in wanted if n.startswith("spin_")]
+    assert "memcpy" in wanted  # the list is one
+
+
+def test_it_offers_every_node() -> None:
+    host = find_host()
+    if host is None:
+        pytest.skip("the plugin or its host cannot be built here")
+    assert host.creators() == [f"spin/1/{node}/PLUGIN CREATOR_V3ONE" for node in NODES]
+
+
+def test_the_read_me_lists_every_field() -> None:
+    host = find_host()
+    if host is None:
+        pytest.skip("the plugin or its host cannot be built here")
+    text = (PLUGIN_SOURCES / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|(?:[^|]*\|){3}(.*)\|$", text, re.MULTILINE)
+    marks = {name: [m.strip() == "x" for m in cells.split("|")] for name, cells in rows}
+    for column, node in enumerate(NODES):
+        listed = {name for name, cells in marks.items() if len(cells) == 4 and cells[column]}
+        assert listed == set(host.field_names(node)), node
+
+
+def test_random_fields_shapes_and_addresses_break_nothing() -> None:
+    fuzz = BUILT / "fuzz"
+    flags = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    flags += [f"-I{ROOT / 'plugins' / 'include'}", f"-I{PLUGIN_SOURCES}"]
+    sources = [*sorted(PLUGIN_SOURCES.glob("*.cpp")), SOURCES / "fuzz.cpp", SOURCES / "stubs.cpp"]
+    missing = compile_cpp(fuzz, sources, *flags)
+    if missing:
+        pytest.skip(missing)
+    ran = subprocess.run([fuzz, FUZZ_SECONDS], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    tried, created, enqueued = (int(n) for n in re.findall(r"\d+", ran.stdout))
+    assert tried > created > 1000
+    assert enqueued > 1000
