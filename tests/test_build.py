@@ -77,7 +77,7 @@ def test_help_has_a_section_for_spin(run: Any) -> None:
     assert ran.code == 0
     headings = [line for line in ran.out.splitlines() if line.endswith(":") and line[0] != " "]
     spin = "SPIN (overrides the file or preset):"
-    assert headings == ["Build:", spin, "Deployment:", "TensorRT:", "Other:"]
+    assert headings == ["Build:", spin, "Deployment:", "TensorRT:", "Triton:", "Other:"]
     section = ran.out.split("SPIN (")[1].split("Deployment:")[0]
     for option in ("config", "preset", "sparsity", "block_size", "ema_decay", "exploration_policy"):
         assert f"--spin_{option}" in section

@@ -18,11 +18,13 @@ from spin_trtllm.build.handover import hand_over
 from spin_trtllm.build.pipeline import BuildRequest, Built, build
 from spin_trtllm.build.progress import Stages
 from spin_trtllm.build.target import TARGET_SMS
-from spin_trtllm.build.tensorrt import FOLDER, ROTATIONS, TensorrtOptions, describe_engines
+from spin_trtllm.build.tensorrt import FOLDER, ROTATIONS, TensorrtOptions
+from spin_trtllm.build.triton import DEFAULT_NAME, TritonOptions
 from spin_trtllm.commands.common import run
 from spin_trtllm.config import BLOCK_SIZES, STATE_DTYPES
 from spin_trtllm.errors import refuse
 from spin_trtllm.hosts.tensorrt.indexer import PRECISIONS
+from spin_trtllm.hosts.triton.model_settings import ENGINES
 from spin_trtllm.step import SpinStep
 
 PROGRAM = "trtllm-build"
@@ -34,6 +36,7 @@ _BUILD = "Build"
 _SPIN = "SPIN (overrides the file or preset)"
 _SIZES = "Deployment"
 _TENSORRT = "TensorRT"
+_TRITON = "Triton"
 
 # option, SpinConfig field, type, help
 _SPIN_FIELDS: list[tuple[str, str, type, str]] = [
@@ -135,6 +138,21 @@ def _spin_fields(function: Function) -> Function:
     help=f"What cached keys went through: {', '.join(ROTATIONS)}. Default: hadamard.",
 )
 @_option("--max_draft_len", section=_TENSORRT, type=int, help="Draft tokens a step. Default: 0.")
+@_option(
+    "--triton",
+    section=_TRITON,
+    metavar="DIR",
+    help="Also write a model into this repository of Triton Inference Server.",
+)
+@_option("--triton_name", section=_TRITON, metavar="NAME", help=f"Default: {DEFAULT_NAME}.")
+@_option(
+    "--triton_streaming",
+    section=_TRITON,
+    is_flag=True,
+    default=None,
+    help="Stream tokens; such a model answers gRPC streams and generate_stream only.",
+)
+@_option("--triton_engine", section=_TRITON, help=f"{', '.join(ENGINES)}. Default: {ENGINES[0]}.")
 @click.version_option(__version__, prog_name=f"{PROGRAM} (spin-trtllm)")
 def command(**options: Any) -> None:
     """Prepare a DeepSeek-V4 or V3.2 checkpoint for serving with SPIN.
@@ -144,13 +162,14 @@ def command(**options: Any) -> None:
     """
     overrides = {field: options.pop(field) for _, field, _, _ in _SPIN_FIELDS}
     tensorrt = _tensorrt_options(options)
-    request = BuildRequest(overrides=overrides, tensorrt=tensorrt, **options)
+    triton = _triton_options(options)
+    request = BuildRequest(overrides=overrides, tensorrt=tensorrt, triton=triton, **options)
     built = build(request, Stages(request.stages))
     if request.dry_run:
-        for name, text in built.files.items():
+        for name, text in {**built.files, **built.model_files}.items():
             _echo(f"\n# ---- {name}\n{text}")
     else:
-        _echo_use(built)
+        _echo_use(built, triton)
 
 
 def _tensorrt_options(options: dict[str, Any]) -> TensorrtOptions | None:
@@ -169,11 +188,28 @@ def _tensorrt_options(options: dict[str, Any]) -> TensorrtOptions | None:
     return TensorrtOptions(**(defaults | given)) if wanted else None
 
 
-def _echo_use(built: Built) -> None:
+def _triton_options(options: dict[str, Any]) -> TritonOptions | None:
+    """Take Triton's options out of all of them; None without `--triton`."""
+    repository = options.pop("triton")
+    names = {"triton_name": "name", "triton_streaming": "streaming", "triton_engine": "engine"}
+    given = {option: options.pop(option) for option in names}
+    given = {option: value for option, value in given.items() if value is not None}
+    if repository is None:
+        if given:
+            option, value = next(iter(given.items()))
+            refuse(f"--{option}", value, "only with --triton")
+        return None
+    return TritonOptions(repository, **{names[option]: value for option, value in given.items()})
+
+
+def _echo_use(built: Built, triton: TritonOptions | None) -> None:
     if built.engines is not None:
-        _echo(f"TensorRT: {shlex.quote(str(built.output / FOLDER))}, engines: ")
-        _echo(f"{describe_engines(built.engines)}\n")
+        folder = shlex.quote(str(built.output / FOLDER))
+        what = "engines" if built.engines.builder else "only ONNX, no engines"
+        _echo(f"TensorRT: {what} in {folder}\n")
     _echo(f"serve it: {shlex.quote(str(built.output / RUN_FILE))}\n")
+    if triton is not None:
+        _echo(f"with Triton: spin-trtllm triton {shlex.quote(str(triton.folder.parent))}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from spin_trtllm.build.tensorrt import (
     size_networks,
     work_folder,
 )
+from spin_trtllm.build.triton import TritonOptions, check_model_dir, model_files, write_model
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.hosts.tensorrt.indexer import IndexerSizes
 
@@ -59,6 +60,7 @@ class BuildRequest:
         dry_run: do everything but write.
         force: replace an earlier engine.
         tensorrt: also make TensorRT networks, and engines where they can be built; None does not.
+        triton: also write a model for Triton Inference Server; None does not.
     """
 
     checkpoint_dir: str
@@ -72,11 +74,12 @@ class BuildRequest:
     dry_run: bool
     force: bool
     tensorrt: TensorrtOptions | None = None
+    triton: TritonOptions | None = None
 
     @property
     def stages(self) -> int:
         """How many stages the build has."""
-        return 5 if self.tensorrt is None else 7
+        return 5 + 2 * (self.tensorrt is not None) + (self.triton is not None)
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,13 @@ class Built:
         output: the engine's directory.
         files: the text of its files by name.
         engines: what became of TensorRT engines, if they were asked for.
+        model_files: the text of Triton's files by name, if they were asked for.
     """
 
     output: Path
     files: Mapping[str, str]
     engines: Engines | None
+    model_files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,23 @@ def build(request: BuildRequest, stages: Stages) -> Built:
     sizes = stages.run("size state", lambda: _size(request, checkpoint, config), _describe_sizes)
     files = stages.run("render files", lambda: _render(checkpoint, config, sizes), ", ".join)
     output = Path(os.path.realpath(request.output_dir))
+    if request.triton is None:
+        return _build_engine(request, stages, checkpoint, config, sizes, output, files)
+    others = (output, checkpoint.path)
+    check_model_dir(request.triton, others, force=request.force)  # before anything is written
+    built = _build_engine(request, stages, checkpoint, config, sizes, output, files)
+    return _add_model(request, request.triton, stages, checkpoint, config, built)
 
+
+def _build_engine(
+    request: BuildRequest,
+    stages: Stages,
+    checkpoint: Checkpoint,
+    config: SpinConfig,
+    sizes: Sizes,
+    output: Path,
+    files: Mapping[str, str],
+) -> Built:
     options, room = request.tensorrt, sizes.networks
     if options is None or room is None:
         _write_stage(request, stages, checkpoint, output, files)
@@ -217,6 +238,30 @@ def _write_stage(
         write,
         lambda _: f"{str(output)!r}" + (" (dry run: not written)" if request.dry_run else ""),
     )
+
+
+def _add_model(
+    request: BuildRequest,
+    options: TritonOptions,
+    stages: Stages,
+    checkpoint: Checkpoint,
+    config: SpinConfig,
+    built: Built,
+) -> Built:
+    files = model_files(options, checkpoint, config, built.files[LLM_ARGS_FILE])
+
+    def write() -> None:
+        if not request.dry_run:
+            write_model(options, files, force=request.force)
+
+    stages.run(
+        "write Triton model",
+        write,
+        lambda _: (
+            f"{str(options.folder)!r}" + (" (dry run: not written)" if request.dry_run else "")
+        ),
+    )
+    return replace(built, model_files=files)
 
 
 def _describe_checkpoint(checkpoint: Checkpoint) -> str:
