@@ -13,7 +13,9 @@ build leaves behind and the next one goes on with.
 
 from __future__ import annotations
 
+import ctypes.util
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -53,6 +55,7 @@ ROTATIONS = ("hadamard", "none")
 
 _RTX = "tensorrt_rtx"
 _RTX_SMS = (75, 80, 86, 89, 120)
+_RTX_LIBRARY = "libtensorrt_rtx.so"
 
 
 @dataclass(frozen=True)
@@ -194,13 +197,30 @@ def choose_builder(target: Target) -> Builder | str:
 def _why_not(name: str, sm: int) -> str | None:
     """Why a builder cannot build for an architecture; None if it can."""
     if name == _RTX:
-        allowed = ", ".join(f"sm_{known}" for known in _RTX_SMS)
-        return None if sm in _RTX_SMS else f"{name} builds for {allowed}, not sm_{sm}"
+        return _why_not_rtx(sm)
     if not torch.cuda.is_available():
         return f"{name} builds on the kind of GPU that it builds for, and there is no GPU here"
     major, minor = torch.cuda.get_device_capability()
     here = 10 * major + minor
     return None if here == sm else f"{name} would build for this sm_{here}, not sm_{sm}"
+
+
+def _why_not_rtx(sm: int) -> str | None:
+    if sm not in _RTX_SMS:
+        allowed = ", ".join(f"sm_{known}" for known in _RTX_SMS)
+        return f"{_RTX} builds for {allowed}, not sm_{sm}"
+    # its parser loads this name, which its wheel lacks, and ends the process without it
+    spec = importlib.util.find_spec("tensorrt_rtx_libs")
+    folders = [*(spec.submodule_search_locations or ())] if spec else []
+    folders += filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
+    if any((Path(folder) / _RTX_LIBRARY).exists() for folder in folders):
+        return None
+    if ctypes.util.find_library("tensorrt_rtx"):
+        return None
+    return (
+        f"{_RTX} needs {_RTX_LIBRARY} to read networks, which its wheel lacks: "
+        f"put a link of that name to {_RTX_LIBRARY}.1 on LD_LIBRARY_PATH"
+    )
 
 
 def make_engines(

@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`trtllm-build --tensorrt`: networks always, engines where a builder is, and nothing half-made."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from checkpoints import FLASH, TINY, V32, checkpoint_dir
+from safetensors.torch import save_file
+from tensorrt_wheels import ROOT, RTX, need_plugin, wheel_environment
+
+from spin_trtllm.build import tensorrt
+from spin_trtllm.build.checkpoint import read_checkpoint
+from spin_trtllm.build.cli import main
+from spin_trtllm.build.engine import ENGINE_FILES, load_engine
+from spin_trtllm.build.target import Target
+from spin_trtllm.errors import SpinError
+from spin_trtllm.hosts.tensorrt import FLAVOURS, read_indexer_weights
+
+LAYERS = (1, 3, 4, 6)
+NETWORKS = [f"layer_{layer}.onnx" for layer in LAYERS]
+ENGINES = [f"layer_{layer}.engine" for layer in LAYERS]
+SIZES = ("--max_batch_size", 4, "--max_seq_len", 8000)
+
+
+def arguments(output: Path, *more: object, checkpoint: Path = TINY) -> list[str]:
+    places = ("--checkpoint_dir", checkpoint, "--output_dir", output)
+    return [str(a) for a in ("--use_spin", "--tensorrt", *places, *SIZES, *more)]
+
+
+@pytest.fixture
+def build(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    """Call `trtllm-build --tensorrt`; returns its exit code and what it printed."""
+
+    def call(*more: object, checkpoint: Path = TINY) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments(tmp_path / "engine", *more, checkpoint=checkpoint))
+        return stopped.value.code, *capsys.readouterr()
+
+    return call
+
+
+def manifest(output: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((output / "tensorrt" / "manifest.json").read_text())
+    return values
+
+
+# -- without a builder ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No TensorRT here, whatever the machine has."""
+    monkeypatch.setattr(tensorrt, "installed_flavours", lambda: ())
+
+
+@pytest.mark.usefixtures("alone")
+def test_only_onnx_is_made_and_said_so(build: Any, tmp_path: Path) -> None:
+    code, out, err = build("--target_sm", 90)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[4].startswith("[5/7] export networks ... 4 networks, ")
+    assert lines[4].endswith(" MiB, projections in bf16")
+    reason = "no TensorRT with a builder is installed (tensorrt or tensorrt_rtx)"
+    assert lines[5] == f"[6/7] build engines ... none, only ONNX: {reason}"
+    folder = tmp_path / "engine" / "tensorrt"
+    assert f"TensorRT: only ONNX, no engines in {folder}" in lines
+    plugin = ["libspin_trt_plugin.so"] * (tensorrt.plugin_path() is not None)
+    assert sorted(os.listdir(folder)) == [*NETWORKS, *plugin, "manifest.json"]
+    assert manifest(tmp_path / "engine")["why_no_engines"] == reason
+    assert sorted(os.listdir(tmp_path / "engine")) == sorted([*ENGINE_FILES, "tensorrt"])
+    assert os.listdir(tmp_path) == ["engine"]
+    assert load_engine(tmp_path / "engine").max_seq_len == 8000
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_manifest_describes_the_networks(build: Any, tmp_path: Path) -> None:
+    build("--max_draft_len", 2, "--precision", "fp16", "--spin_state_dtype", "bf16")
+    values = manifest(tmp_path / "engine")
+    assert values["sizes"] == {
+        "max_sequences": 4,
+        "rows": 3,
+        "slots": 2048,  # 8,000 tokens in whole pages of 64 slots
+        "page_slots": 64,
+    }
+    assert [int(layer) for layer in values["layers"]] == list(LAYERS)
+    kinds = {"fp32": 1, "bf16": 16, "int32": 6, "int64": 7}
+    for files in values["layers"].values():
+        model = onnx.load(tmp_path / "engine" / "tensorrt" / files["network"])
+        onnx.checker.check_model(model)
+        found = {value.name: value.type.tensor_type for value in model.graph.input}
+        for name, tensor in values["state"].items():
+            assert found[name].elem_type == kinds[tensor["dtype"]]
+            assert [dim.dim_value for dim in found[name].shape.dim] == tensor["shape"]
+        named = {d.dim_param for t in found.values() for d in t.shape.dim if d.dim_param}
+        assert named == set(values["ranges"])
+        assert found["hidden"].elem_type == onnx.TensorProto.FLOAT16
+
+
+@pytest.mark.usefixtures("alone")
+def test_layers_have_their_own_weights(build: Any, tmp_path: Path) -> None:
+    build()
+    weights = set()
+    for name in NETWORKS:
+        model = onnx.load(tmp_path / "engine" / "tensorrt" / name)
+        weights |= {t.raw_data for t in model.graph.initializer if t.name == "query_projection"}
+    assert len(weights) == len(LAYERS)
+
+
+def test_a_dry_run_makes_networks_and_writes_nothing(build: Any, tmp_path: Path) -> None:
+    code, out, _ = build("--dry_run")
+    assert code == 0
+    assert "4 networks" in out
+    assert "[6/7] build engines ... none, only ONNX: a dry run" in out
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_force_replaces_ours_and_spares_what_was_added(build: Any, tmp_path: Path) -> None:
+    build()
+    assert build("--force", "--precision", "fp16")[0] == 0
+    assert manifest(tmp_path / "engine")["options"]["precision"] == "fp16"
+    (tmp_path / "engine" / "tensorrt" / "notes.txt").write_text("mine")
+    code, _, err = build("--force")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "holds: got 'tensorrt'" in err
+    assert (tmp_path / "engine" / "tensorrt" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("--precision", "int8"), "precision: got 'int8', allowed: fp32, fp16, bf16, fp8"),
+        (("--key_rotation", "dct"), "key_rotation: got 'dct', allowed: hadamard, none"),
+        (("--max_draft_len", 8), "max_draft_len: got 8, allowed: an integer in 0 .. 7"),
+        (("--spin_block_size", 8), "block_size: got 8, allowed: 16, 32, 64, 128"),
+    ],
+)
+def test_a_bad_option_is_one_line(
+    build: Any, tmp_path: Path, options: tuple[object, ...], line: str
+) -> None:
+    code, _, err = build(*options)
+    assert (code, err.count("\n")) == (2, 1)
+    assert line in err
+    assert os.listdir(tmp_path) == []
+
+
+def test_options_without_tensorrt_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = arguments(tmp_path / "engine", "--max_draft_len", 0)
+    given.remove("--tensorrt")
+    with pytest.raises(SystemExit, match="2"):
+        main(given)
+    assert "--max_draft_len: got 0, allowed: only with --tensorrt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (V32, "architecture with --tensorrt: got 'DeepseekV32ForCausalLM'"),
+        (FLASH, "checkpoint_dir: cannot read"),  # its weight file is no safetensors
+        (FLASH | {"rope_scaling": {"type": "linear"}}, "rope_type: got 'linear'"),
+    ],
+)
+def test_a_bad_checkpoint_is_one_line(
+    build: Any, tmp_path: Path, config: dict[str, Any], line: str
+) -> None:
+    model = checkpoint_dir(tmp_path, config)
+    code, _, err = build(checkpoint=model)
+    assert (code, err.count("\n")) == (2, 1)
+    assert line in err
+    assert os.listdir(tmp_path) == ["model"]
+
+
+# -- weights in both spellings --------------------------------------------------------------------
+
+SMALL = FLASH | {
+    "num_hidden_layers": 3,
+    "compress_ratios": [0, 128, 4],
+    "hidden_size": 256,
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+}
+
+
+def released(folder: Path, tensors: dict[str, torch.Tensor]) -> Any:
+    path = checkpoint_dir(folder, SMALL)
+    save_file(tensors, path / "model.safetensors")
+    return read_checkpoint(path)
+
+
+def test_fp8_weights_of_the_original_release_are_widened(tmp_path: Path) -> None:
+    wide = torch.randn(512, 192, generator=torch.Generator().manual_seed(0))
+    # a power of two for each tile of 128 x 128; the last column of tiles is half one
+    scale = 2.0 ** torch.arange(-4, 4).view(4, 2)
+    tiles = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :192]
+    stem = "layers.2.attn.indexer."
+    heads = torch.randn(4, 256).bfloat16()
+    checkpoint = released(
+        tmp_path,
+        {
+            f"{stem}wq_b.weight": (wide / tiles).to(torch.float8_e4m3fn),
+            f"{stem}wq_b.scale": scale.to(torch.float8_e8m0fnu),
+            f"{stem}weights_proj.weight": heads,
+        },
+    )
+    weights = read_indexer_weights(checkpoint, 2)
+    assert weights.query.shape == (4, 128, 192)
+    torch.testing.assert_close(weights.query.flatten(0, 1), wide, rtol=0.07, atol=2**-9 * 8)
+    assert torch.equal(weights.heads, heads.float())
+
+
+def test_tensors_are_found_through_an_index(tmp_path: Path) -> None:
+    stem = "model.layers.2.self_attn.compressor.indexer."
+    names = {f"{stem}q_b_proj.weight": (512, 64), f"{stem}scorer.weights_proj.weight": (4, 256)}
+    path = checkpoint_dir(tmp_path, SMALL)
+    (path / "model.safetensors").unlink()
+    tensors = {name: torch.randn(shape) for name, shape in names.items()}
+    files = {name: f"model-{number}.safetensors" for number, name in enumerate(names)}
+    for name, file in files.items():
+        save_file({name: tensors[name]}, path / file)
+    index = {"metadata": {}, "weight_map": files}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    weights = read_indexer_weights(read_checkpoint(path), 2)
+    assert torch.equal(weights.query.flatten(0, 1), tensors[f"{stem}q_b_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"wq_b.weight": None}, "checkpoint_dir: no tensor model.layers.2."),
+        ({"wq_b.weight": torch.zeros(500, 64)}, "query projection of layer 2: got [500, 64]"),
+        ({"weights_proj.weight": torch.zeros(4, 8)}, "head weights of layer 2: got [4, 8]"),
+        ({"wq_b.weight": torch.zeros(512, 64).to(torch.float8_e4m3fn)}, "has no scale"),
+    ],
+)
+def test_wrong_weights_are_one_line(tmp_path: Path, changes: dict[str, Any], line: str) -> None:
+    good = {"wq_b.weight": torch.zeros(512, 64), "weights_proj.weight": torch.zeros(4, 256)}
+    tensors = {
+        f"layers.2.attn.indexer.{name}": tensor
+        for name, tensor in (good | changes).items()
+        if tensor is not None
+    }
+    with pytest.raises(SpinError) as error:
+        read_indexer_weights(released(tmp_path, tensors), 2)
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# -- which builder --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A machine with these TensorRT modules and this GPU."""
+
+    def have(*names: str, gpu: tuple[int, int] | None = None) -> None:
+        flavours = tuple(flavour for flavour in FLAVOURS if flavour.name in names)
+        module = type("Module", (), {"__version__": "1.2.3"})
+        monkeypatch.setattr(tensorrt, "installed_flavours", lambda: flavours)
+        monkeypatch.setattr(tensorrt, "import_flavour", lambda name, builds: module)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
+
+    return have
+
+
+def test_full_tensorrt_is_preferred(machine: Any) -> None:
+    machine("tensorrt_rtx", "tensorrt", "tensorrt_lean", gpu=(9, 0))
+    found = tensorrt.choose_builder(Target(90, "as asked"))
+    assert found == tensorrt.Builder("tensorrt", "1.2.3", 90)
+
+
+@pytest.mark.parametrize(
+    ("names", "gpu", "sm", "reason"),
+    [
+        (("tensorrt",), None, 90, "there is no GPU here"),
+        (("tensorrt",), (10, 0), 90, "would build for this sm_100, not sm_90"),
+        (("tensorrt_rtx",), (9, 0), 90, "builds for sm_75, sm_80, sm_86, sm_89, sm_120, not sm_90"),
+        (("tensorrt_lean",), (9, 0), 90, "no TensorRT with a builder is installed"),
+    ],
+)
+def test_why_there_is_no_builder(
+    machine: Any, names: tuple[str, ...], gpu: tuple[int, int] | None, sm: int, reason: str
+) -> None:
+    machine(*names, gpu=gpu)
+    found = tensorrt.choose_builder(Target(sm, "as asked"))
+    assert isinstance(found, str)
+    assert reason in found
+
+
+# -- with a builder -------------------------------------------------------------------------------
+
+
+def as_process(
+    scratch: Path, given: list[str], **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`trtllm-build` where TensorRT-RTX is installed."""
+    command = [sys.executable, "-m", "spin_trtllm.build.cli", *given]
+    env = wheel_environment(RTX, scratch) | environment
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+
+
+def test_engines_are_built_where_a_builder_is(tmp_path: Path) -> None:
+    need_plugin()
+    output = tmp_path / "engine"
+    done = as_process(tmp_path, arguments(output, "--target_sm", 120))
+    assert (done.returncode, done.stderr) == (0, "")
+    line = next(line for line in done.stdout.splitlines() if line.startswith("[6/7]"))
+    assert "... 4 engines for sm_120 by tensorrt_rtx 1.7.1.116 (its documentation" in line
+    values = manifest(output)
+    assert values["builder"]["name"] == "tensorrt_rtx"
+    for files in values["layers"].values():
+        assert b"SpinIndexer" in (output / "tensorrt" / files["engine"]).read_bytes()
+    assert f"TensorRT: engines in {output / 'tensorrt'}" in done.stdout
+
+
+def test_an_interrupted_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """It is stopped after two engines; these stay, and are not built again."""
+    need_plugin()
+    output = tmp_path / "engine"
+    program = (
+        "import sys\n"
+        "from spin_trtllm.build import cli, tensorrt\n"
+        "real = tensorrt.build_engines\n"
+        "def half(jobs, **more):\n"
+        "    real(jobs[:2], **more)\n"
+        "    raise KeyboardInterrupt\n"
+        "tensorrt.build_engines = half\n"
+        "cli.main(sys.argv[1:])\n"
+    )
+    given = arguments(output, "--target_sm", 120)
+    env = wheel_environment(RTX, tmp_path)
+    done = subprocess.run([sys.executable, "-c", program, *given], cwd=ROOT, env=env)
+    assert done.returncode == 130
+    (work,) = tmp_path.glob(".spin.tensorrt.*")
+    assert sorted(path.name for path in work.glob("*.engine")) == ENGINES[:2]
+    assert not output.exists()
+
+    done = as_process(tmp_path, given)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2 engines for sm_120" in done.stdout
+    assert "2 kept from an interrupted build" in done.stdout
+    assert sorted(path.name for path in (output / "tensorrt").glob("*.engine")) == ENGINES
+    assert not work.exists()
+
+
+def test_without_its_own_library_rtx_is_not_tried(tmp_path: Path) -> None:
+    need_plugin()
+    given = arguments(tmp_path / "engine", "--target_sm", 120)
+    done = as_process(tmp_path, given, LD_LIBRARY_PATH="")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "only ONNX: tensorrt_rtx needs libtensorrt_rtx.so to read networks" in done.stdout
+
+
+def test_a_refused_network_is_one_line(tmp_path: Path) -> None:
+    """What TensorRT says ends up in the message: here a plugin library that is none."""
+    fake = tmp_path / "libspin_trt_plugin.so"
+    fake.write_text("no library")
+    given = arguments(tmp_path / "engine", "--target_sm", 120)
+    done = as_process(tmp_path, given, SPIN_TRT_PLUGIN=str(fake))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {fake}: not a loadable TensorRT plugin: ")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "engine").exists()
+    assert not list(tmp_path.glob(".spin.*"))
+
+
+# -- with full TensorRT and a GPU: never here, so that it runs wherever it can --------------------
+
+
+def test_an_engine_runs_in_full_tensorrt(build: Any, tmp_path: Path) -> None:
+    trt = pytest.importorskip("tensorrt", reason="full TensorRT is not installed")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU: TensorRT builds on the GPU that it builds for")
+    need_plugin()
+    from tensorrt_session import TensorrtSession
+
+    code, out, err = build("--precision", "fp32")
+    assert (code, err) == (0, ""), out
+    assert "4 engines for sm_" in out, out
+    session = TensorrtSession(trt, tmp_path / "engine" / "tensorrt", layer=1)
+    session.check_against_the_reference(steps=40)
