@@ -137,11 +137,15 @@ class SpinConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, source: str = "spin") -> SpinConfig:
         """Build from a mapping. Unknown fields are refused by name, missing ones keep defaults."""
-        known = [f.name for f in fields(cls)]
+        return cls().with_fields(values, source=source)
+
+    def with_fields(self, values: Mapping[str, Any], *, source: str = "spin") -> SpinConfig:
+        """This configuration with some fields changed; unknown ones are refused by name."""
+        known = [f.name for f in fields(self)]
         for name in values:
             if name not in known:
                 refuse(f"{source}: field", name, ", ".join(known))
-        return cls(**values)
+        return replace(self, **values)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, in field order; `from_dict` reads them back to an equal configuration."""
@@ -150,6 +154,10 @@ class SpinConfig:
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> SpinConfig:
         """Read a YAML file: the fields at top level, or under one key `spin`."""
+        return cls().with_yaml(path)
+
+    def with_yaml(self, path: str | os.PathLike[str]) -> SpinConfig:
+        """This configuration with the fields that a YAML file has changed."""
         loaded = _load_yaml(path)
         if isinstance(loaded, dict) and set(loaded) == {"spin"}:
             loaded = loaded["spin"]
@@ -157,7 +165,7 @@ class SpinConfig:
             loaded = {}
         if not isinstance(loaded, dict):
             refuse(f"spin_config: {path}", type(loaded).__name__, "a YAML mapping of SPIN fields")
-        return cls.from_dict(loaded, source=str(path))
+        return self.with_fields(loaded, source=str(path))
 
     def to_yaml(self) -> str:
         """YAML text that `from_yaml` reads back to an equal configuration."""

@@ -30,6 +30,7 @@ import hypothesis
 import pytest
 
 TESTS = Path(__file__).resolve().parent
+COPIED = ("spin_trtllm", "build_configs")  # and the tests
 SLOW_TO_LOAD = ("hypothesis.strategies", "numpy.testing", "safetensors.torch", "torch", "yaml")
 
 # Exit codes of a run: pytest's own, and more.
@@ -68,7 +69,7 @@ class Run:
     def exit_code(self) -> int:
         """Copy, change, test. Call it in a process of its own."""
         with tempfile.TemporaryDirectory() as folder:
-            for source in (TESTS.parent / "spin_trtllm", TESTS):
+            for source in (*(TESTS.parent / name for name in COPIED), TESTS):
                 ignored = shutil.ignore_patterns("__pycache__")
                 shutil.copytree(source, Path(folder, source.name), ignore=ignored)
             shutil.copy(TESTS.parent / "pyproject.toml", folder)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from spin_trtllm.build.cli import main
 from spin_trtllm.build.engine import ENGINE_FILES, load_engine
 from spin_trtllm.build.handover import has_own_build
 from spin_trtllm.build.progress import Stages
-from spin_trtllm.config import SpinConfig
+from spin_trtllm.config import preset
 from spin_trtllm.errors import SpinError
 
 REPOSITORY = Path(__file__).parent.parent
@@ -141,7 +142,8 @@ def test_single_options_override_the_file(build: Any, tmp_path: Path) -> None:
     ran = build("--spin_config", file, "--spin_seed", 6, "--spin_exploration_policy", "none")
     assert ran.code == 0
     config = load_engine(tmp_path / "engine").config
-    assert config == SpinConfig(target_sparsity=0.7, seed=6, exploration_policy="none", top_k=512)
+    given = {"target_sparsity": 0.7, "seed": 6, "exploration_policy": "none", "top_k": 512}
+    assert config == replace(preset("deepseek-v4-flash"), **given)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import FrozenInstanceError, asdict, fields
+from dataclasses import FrozenInstanceError, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +340,18 @@ def test_yaml_refusals(content: bytes, words: list[str], tmp_path: Path) -> None
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+def test_yaml_over_a_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "spin.yaml"
+    path.write_text("{target_sparsity: 0.5, seed: 3}")
+    base = SpinConfig(block_size=16, target_sparsity=0.2, state_dtype="bf16")
+    assert base.with_yaml(path) == replace(base, target_sparsity=0.5, seed=3)
+    path.write_text("block_sise: 8")
+    with pytest.raises(
+        SpinError, match=r"spin\.yaml: field: got 'block_sise', allowed: block_size"
+    ):
+        base.with_yaml(path)
 
 
 def test_yaml_that_cannot_be_read(tmp_path: Path) -> None:

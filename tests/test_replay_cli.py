@@ -292,6 +292,7 @@ def test_trace_info(tmp_path: Path, capsys: Capture) -> None:
         "top_k": 6,
         "sequence_id": 11,
         "source": "by hand",
+        "model": "",
         "first_position_tokens": 30,
         "last_position_tokens": int(trace["positions"][-1, -1]),
         "resets": 2,

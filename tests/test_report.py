@@ -289,6 +289,21 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, capsys:
         assert not output.exists()
 
 
+def test_traces_of_different_models_are_refused(tmp_path: Path, capsys: Capture) -> None:
+    """Figures over both would be of neither. Weights that are not known may be the same."""
+    trace, other = make_trace(rows=1), make_trace(rows=1, seed=1)
+    paths = [
+        save(tmp_path, trace),
+        save(tmp_path, {**other, "top_k": 7}, "wider.trace"),
+        save(tmp_path, {**other, "layers": (4, 8)}, "deeper.trace"),
+    ]
+    for path, facts in ((paths[1], "top-k 7, layers 2, 6"), (paths[2], "top-k 6, layers 4, 8")):
+        line = refused(capsys, "report", paths[0], path, "--output", tmp_path / "out")
+        assert line.startswith(f"error: traces: got '{path} (1 tokens a slot, {facts})'"), line
+        assert f"allowed: one model's, as {paths[0]} is (1 tokens a slot, top-k 6," in line
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_used_directory_is_refused(tmp_path: Path, capsys: Capture) -> None:
     (trace,) = write_traces(tmp_path, 10, count=1)
     output = tmp_path / "out"

@@ -35,9 +35,12 @@ def settle_spin(
 ) -> tuple[SpinConfig, str]:
     """The configuration of an engine and where it comes from.
 
+    A file changes the checkpoint's preset, and single fields change either: what nobody gives is
+    the preset's.
+
     Args:
         file: YAML file of SPIN fields; excludes `preset_name`.
-        preset_name: name of a preset; without either, the checkpoint decides.
+        preset_name: name of a preset; None: the checkpoint's.
         overrides: single fields by name; None is "not given".
 
     Raises:
@@ -46,11 +49,10 @@ def settle_spin(
     """
     if file is not None and preset_name is not None:
         raise SpinError("--spin_preset: got one next to --spin_config, allowed: only one of them")
+    name = preset_name or preset_for(checkpoint)
+    base, source = preset(name), f"preset {name}"
     if file is not None:
-        base, source = SpinConfig.from_yaml(file), repr(file)
-    else:
-        name = preset_name or preset_for(checkpoint)
-        base, source = preset(name), f"preset {name}"
+        base, source = base.with_yaml(file), f"{file!r} over preset {name}"
     given = {name: value for name, value in overrides.items() if value is not None}
     return _for_engine(replace(base, **given), checkpoint.geometry.top_k), source
 

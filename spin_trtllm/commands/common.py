@@ -24,6 +24,7 @@ from spin_trtllm.config import (
     STATE_DTYPES,
     UPDATE_POLICIES,
     SpinConfig,
+    preset,
 )
 from spin_trtllm.errors import SpinError, refuse
 
@@ -64,7 +65,7 @@ def spin_options(function: Function) -> Function:
         "--spin-config",
         type=click.Path(),
         default=None,
-        help="YAML file of SPIN fields; single options override it.",
+        help="YAML file of SPIN fields over the model's preset; single options override both.",
     )(function)
 
 
@@ -80,19 +81,27 @@ def check_is_no_input(option: str, target: str | None, inputs: Sequence[str | No
 
 
 def spin_config(
-    options: dict[str, Any], base: SpinConfig | None = None
+    options: dict[str, Any], preset_name: str | None = None
 ) -> tuple[SpinConfig, dict[str, Any]]:
     """Split click's keyword arguments into the SPIN configuration they ask for, and the rest.
 
     Args:
         options: keyword arguments of a command decorated with `spin_options`.
-        base: where fields that nobody gave come from; default `SpinConfig()`.
+        preset_name: of the model, where fields that nobody gave come from; None: `SpinConfig()`.
     """
     rest = dict(options)
     file = rest.pop("spin_config", None)
-    config = SpinConfig.from_yaml(file) if file is not None else base or SpinConfig()
+    config = SpinConfig() if preset_name is None else preset(preset_name)
+    if file is not None:
+        config = config.with_yaml(file)
     given = {field: rest.pop(field) for _, field, _, _ in _SPIN_OPTIONS}
     return replace(config, **{k: v for k, v in given.items() if v is not None}), rest
+
+
+def say_preset(name: str | None, file: str | None) -> None:
+    """Name the preset that a command took, on standard error, once the command is through."""
+    if name is not None:
+        click.echo(f"settings: {f'{file} over ' if file else ''}preset {name}", err=True)
 
 
 def run(command: click.Command, arguments: Sequence[str] | None, program: str) -> None:

@@ -13,10 +13,11 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from spin_trtllm.commands.common import check_is_no_input, spin_config, spin_options
+from spin_trtllm.commands.common import check_is_no_input, say_preset, spin_config, spin_options
 from spin_trtllm.errors import refuse
 from spin_trtllm.replay.policies import POLICIES
 from spin_trtllm.replay.run import replay
+from spin_trtllm.replay.settings import preset_of
 from spin_trtllm.replay.trace import Trace
 
 _LABELS = {
@@ -43,14 +44,15 @@ def command(
 ) -> None:
     """Replay TRACE (spin-trace/1) and print miss rates and realized sparsity."""
     check_is_no_input("--dump", dump, (options["spin_config"],))
-    config, _ = spin_config(options)
+    opened = Trace(trace)
+    preset_name = preset_of(opened.ratio, opened.top_k)
+    config, _ = spin_config(options, preset_name)
     if predictions and (policy != "spin" or config.reduction == "A2"):
         given = policy if policy != "spin" else "reduction A2"
         refuse("--predictions", given, "policy spin with reduction A0 or A1; predictors always do")
     # A step is a few dozen passes over a few MB: waking a second thread for each costs more than
     # it gives, and far more on a machine that is busy with something else.
     torch.set_num_threads(1)
-    opened = Trace(trace)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(escape(f"replay {opened.path.name}"), total=len(opened))
@@ -62,6 +64,7 @@ def command(
             predictions=predictions,
             on_step=lambda done: progress.update(task, completed=done),
         )
+    say_preset(preset_name, options["spin_config"])
     if as_json:
         click.echo(json.dumps(result))
         return

@@ -10,7 +10,9 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from spin_trtllm.commands.common import spin_config, spin_options
+from spin_trtllm.commands.common import say_preset, spin_config, spin_options
+from spin_trtllm.replay.settings import preset_of
+from spin_trtllm.replay.trace import Trace
 from spin_trtllm.report.run import plan_report, run_report
 from spin_trtllm.report.studies import STUDIES
 
@@ -32,7 +34,9 @@ def command(
     Each study varies some of SPIN's parameters; the options give the others. What an interrupted
     run has replayed is kept: --resume goes on from there, and redoes what no longer applies.
     """
-    config, _ = spin_config(options)
+    first = Trace(traces[0])
+    preset_name = preset_of(first.ratio, first.top_k)
+    config, _ = spin_config(options, preset_name)
     names = [name.strip() for name in studies.split(",")]
     torch.set_num_threads(1)  # as in replay: a step is too small to share
     plan = plan_report(traces, output, config, studies=names, jobs=jobs, resume=resume)
@@ -50,5 +54,6 @@ def command(
         total = plan.store.missing_steps(wanted)
         task = progress.add_task(f"{total:,} steps to replay", total=total)
         written = run_report(plan, on_steps=lambda n: progress.advance(task, n))
+    say_preset(preset_name, options["spin_config"])
     for path in written:
         click.echo(path)

@@ -53,6 +53,7 @@ def describe(trace: Trace) -> dict[str, object]:
         "top_k": trace.top_k,
         "sequence_id": trace.sequence_id,
         "source": trace.source,
+        "model": trace.model,
         "first_position_tokens": first[0] if first else None,
         "last_position_tokens": int(trace.positions_tokens[-1, -1]) if first else None,
         "resets": resets,

@@ -74,6 +74,7 @@ class Trace:
         steps, rows, slots, ratio, top_k, sequence_id: integers; layers: decoder-layer indices.
         positions_tokens: int64 `[steps, rows]`; accepted: int64 `[steps]`.
         source: where the trace came from, or an empty string.
+        model: digest of the weights it came from, or an empty string.
         query_block_size_slots, query_pooling: of `query_scores`; 0 and "" when there are none.
 
     Raises:
@@ -90,6 +91,7 @@ class Trace:
         self.sequence_id = self._integer(metadata, "sequence_id", 0, 2**64 - 1)
         self.layers = self._layers(metadata)
         self.source = metadata.get("source", "")
+        self.model = metadata.get("model", "")
         self.steps, layers, self.rows, self.slots = self._score_shape
         if layers != len(self.layers):
             self._refuse("layers", f"{len(self.layers)} indices", f"{layers}, as scores has")
@@ -98,6 +100,19 @@ class Trace:
         self.query_block_size_slots, self.query_pooling = self._query_facts(metadata)
         self._check_positions()
         self._check_accepted()
+
+    @property
+    def model_facts(self) -> str:
+        """What is known of the model, for people."""
+        facts = f"{self.ratio} tokens a slot, top-k {self.top_k}, layers "
+        weights = f", weights {self.model[:12]}" if self.model else ""
+        return facts + ", ".join(map(str, self.layers)) + weights
+
+    def of_same_model(self, other: Trace) -> bool:
+        """Whether nothing shows that two traces are of different models."""
+        if self.model and other.model and self.model != other.model:
+            return False
+        return (self.ratio, self.top_k, self.layers) == (other.ratio, other.top_k, other.layers)
 
     def __len__(self) -> int:
         return self.steps
@@ -278,6 +293,7 @@ def write_trace(
     layers: Sequence[int],
     sequence_id: int,
     source: str = "",
+    model: str = "",
     query_scores: Tensor | None = None,
     query_block_size_slots: int = 0,
     query_pooling: str = "mean",
@@ -288,6 +304,7 @@ def write_trace(
         scores: fp32 or fp16 `[steps, layers, rows, slots]`, NaN where a slot is not visible.
         positions_tokens: int64 `[steps, rows]`; accepted: int64 `[steps]`.
         ratio, top_k, layers, sequence_id, source: metadata of SPEC 9.
+        model: anything that tells the weights apart from others', such as a digest.
         query_scores: fp32 `[steps, layers, rows, blocks]`, NaN where the row does not see the
             whole block, or None; of blocks of `query_block_size_slots`, pooled by `query_pooling`.
     """
@@ -298,8 +315,7 @@ def write_trace(
         "layers": ",".join(str(layer) for layer in layers),
         "sequence_id": str(sequence_id),
     }
-    if source:
-        metadata["source"] = source
+    metadata |= {name: text for name, text in (("source", source), ("model", model)) if text}
     tensors = {"scores": scores, "positions": positions_tokens, "accepted": accepted}
     if query_scores is not None:
         tensors["query_scores"] = query_scores

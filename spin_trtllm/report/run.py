@@ -72,8 +72,8 @@ def plan_report(
         jobs: processes that replay, 1 to 1024.
 
     Raises:
-        SpinError: a bad or repeated trace, parameters it cannot be replayed with, an unknown
-            study, an output that may not be written.
+        SpinError: a bad or repeated trace, traces of different models, parameters they cannot be
+            replayed with, an unknown study, an output that may not be written.
     """
     for name in studies:
         if name not in STUDIES:
@@ -82,6 +82,7 @@ def plan_report(
     if not traces:
         refuse("traces", list(traces), "at least one trace file")
     files = [_check_trace(path, config) for path in traces]
+    _check_one_model(files)
     first: dict[str, TraceFile] = {}
     for file in files:
         if file.sha256 in first:
@@ -161,6 +162,16 @@ def _check_trace(path: str, config: SpinConfig) -> TraceFile:
     file = hash_trace(Path(path))
     make_policy("spin", config, file.open())  # the trace may lack what the parameters need
     return file
+
+
+def _check_one_model(files: Sequence[TraceFile]) -> None:
+    """Figures over all traces would mix what different models do."""
+    first = files[0].open()
+    for file in files[1:]:
+        trace = file.open()
+        if not trace.of_same_model(first):
+            given = f"{file.path} ({trace.model_facts})"
+            refuse("traces", given, f"one model's, as {first.path} is ({first.model_facts})")
 
 
 def _make_output(output: Path, *, resume: bool) -> Path:

@@ -96,7 +96,12 @@ class Capture:
             self._recordings.pop(sequence_id, None)
 
     def save_trace(
-        self, path: str | os.PathLike[str], sequence: int = 0, *, source: str = ""
+        self,
+        path: str | os.PathLike[str],
+        sequence: int = 0,
+        *,
+        source: str = "",
+        model: str = "",
     ) -> None:
         """Write a `spin-trace/1` file of one sequence (SPEC 9).
 
@@ -124,6 +129,7 @@ class Capture:
             layers=self._step.state.layers,
             sequence_id=sequence,
             source=source,
+            model=model,
             query_scores=queries,
             query_block_size_slots=config.block_size,
             query_pooling=config.query_pooling,

@@ -7,6 +7,7 @@ prefill, no cache) runs untouched, and a call of several tokens makes its sequen
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -149,6 +150,18 @@ class SpinSession:
     def state_bytes(self) -> int:
         """Bytes of the averages."""
         return self._state.state_bytes
+
+    @property
+    def indexer_digest(self) -> str:
+        """Hex digest that tells the weights of these indexers from others', whatever their dtype.
+
+        Of the projections that weigh the heads: small next to all others, and trained with them.
+        """
+        digest = hashlib.sha256()
+        for layer, indexer in self._indexers.items():
+            project: Any = scorer_of(indexer).weights_proj
+            digest.update(b"%d" % layer + project.weight.detach().float().cpu().numpy().tobytes())
+        return digest.hexdigest()
 
     @property
     def live_sequences(self) -> list[int]:

@@ -70,8 +70,8 @@ def _compute(evidence: Evidence) -> Findings:
 
 
 def _claim(evidence: Evidence, sparsity: float, tail: str) -> Claim:
-    curves = ([_label(variant, target) for target in _TARGETS] for variant in _CLAIMED)
-    at, slots, blocks = evidence.at_equal_sparsity(tail, *curves, _TARGETS.index(sparsity))
+    a1, a2 = ([_label(variant, target) for target in _TARGETS] for variant in _CLAIMED)
+    at, slots, blocks = evidence.at_equal_sparsity(tail, a1, a2, _TARGETS.index(sparsity))
     return judge(
         f"A1 with max pooling misses no more in the tail than A2, at {sparsity:.0%} sparsity",
         f"{tail}, at a realized sparsity of {at:.3f}, A2-max less A1-max",
