@@ -25,6 +25,8 @@ import torch
 
 from spin_trtllm import __version__
 from spin_trtllm.build.handover import has_own_build
+from spin_trtllm.hosts.tensorrt.flavours import FLAVOURS, Flavour
+from spin_trtllm.hosts.tensorrt.plugin import check_plugin, plugin_path
 from spin_trtllm.hosts.trtllm.activate import has_hooks, startup_file
 from spin_trtllm.hosts.trtllm.settings import SPIN_VARIABLE
 
@@ -48,7 +50,7 @@ class Device:
 
 @dataclass(frozen=True)
 class KernelLibrary:
-    """SPIN's CUDA kernels; `note` says where they are, or what runs instead."""
+    """SPIN's CUDA kernels, alone or as a plugin; `note` says where they are, or what is wrong."""
 
     found: bool
     note: str
@@ -107,6 +109,7 @@ class Report:
     versions: dict[str, str | None]
     devices: tuple[Device, ...]
     kernel_library: KernelLibrary
+    tensorrt_plugin: KernelLibrary
     activation: Activation
     hosts: tuple[Host, ...]
     has_own_build: bool
@@ -149,11 +152,13 @@ def probe() -> Report:
         versions=_versions(),
         devices=_quietly(_devices, ()),
         kernel_library=_kernel_library(),
+        tensorrt_plugin=_tensorrt_plugin(),
         activation=_activation(),
         hosts=(
             _transformers(),
             _tensorrt_llm(),
-            *(_module_host(name) for name in ("tensorrt", "tensorrt_lean", "tensorrt_rtx")),
+            *map(_tensorrt, FLAVOURS),
+            _module_host("onnx"),
             _triton_server(),
             _module_host("tritonserver"),
             _module_host("pytriton", distribution="nvidia-pytriton"),
@@ -196,6 +201,18 @@ def _kernel_library() -> KernelLibrary:
     return KernelLibrary(True, str(path))
 
 
+def _tensorrt_plugin() -> KernelLibrary:
+    """The library that `load_plugin` finds, and whether TensorRT could take it."""
+    path = plugin_path()
+    if path is None:
+        return KernelLibrary(False, "not built")
+    try:
+        check_plugin(path)
+    except Exception as error:
+        return KernelLibrary(False, str(error))
+    return KernelLibrary(True, str(path))
+
+
 def _activation() -> Activation:
     startup = _quietly(startup_file, None)
     return Activation(
@@ -216,6 +233,14 @@ def _tensorrt_llm() -> Host:
     home = _home("tensorrt_llm")
     hook = _hook(_TENSORRT_LLM_HOOK, _source(home, _TENSORRT_LLM_FILES))
     return Host("tensorrt_llm", home is not None, _version("tensorrt_llm"), (hook,))
+
+
+def _tensorrt(flavour: Flavour) -> Host:
+    """Its module may be there as the bindings alone, whose wheel is named after its CUDA, too."""
+    found = any(_home(module) is not None for module in flavour.modules)
+    names = [flavour.name, *(f"{flavour.name}_cu{major}_bindings" for major in (13, 12, 11))]
+    versions = [version for name in names if (version := _version(name))]
+    return Host(flavour.name, found, versions[0] if versions else None)
 
 
 def _triton_server() -> Host:

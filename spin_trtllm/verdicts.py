@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+from spin_trtllm.hosts.tensorrt.flavours import FLAVOURS
 from spin_trtllm.probe import Report
 
 _GPU = "run on a Hopper or Blackwell GPU"
 _NO_HOOKS = "install TensorRT-LLM 1.3.0rc27 .. 1.4.0rc4, which the hooks are made for"
 _EMBEDDED = "use the embedded host: spin-trtllm generate"
 _MINIMUM_SM = 90  # the kernels use clusters
+_PLUGIN = "make plugin in a clone, or reinstall spin-trtllm from source; both need nvcc"
+_TENSORRT = "pip install 'tensorrt>=10.3'"
+_TENSORRT_RUNTIMES = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch")
+_TENSORRT_SINCE = (10, 3)  # the first with state in place
 _KERNELS = "make kernels in a clone, or reinstall spin-trtllm from source; both need nvcc"
 
 _STARTUP = "install spin-trtllm in this environment: pip install, not PYTHONPATH"
@@ -41,6 +47,7 @@ def verdicts(report: Report) -> tuple[Verdict, ...]:
         _embedded(report),
         _kernels(report),
         _trtllm_serve(report),
+        _tensorrt_build(report),
         _tensorrt_plugin(report),
         _triton(report),
     )
@@ -97,9 +104,35 @@ def _trtllm_serve(report: Report) -> Verdict:
     return Verdict(use, True, f"{has}; never run under a real TensorRT-LLM so far")
 
 
+def _tensorrt_build(report: Report) -> Verdict:
+    use = "trtllm-build --use_spin --tensorrt"
+    if not report.host("onnx").found:
+        return Verdict(use, False, "onnx is not installed", "pip install onnx")
+    builders = [f.name for f in FLAVOURS if f.builds and report.host(f.name).found]
+    what = f"ONNX; engines by {' or '.join(builders)}" if builders else "ONNX only, no builder here"
+    return Verdict(use, True, what)
+
+
 def _tensorrt_plugin(report: Report) -> Verdict:
-    names = ("tensorrt", "tensorrt_lean", "tensorrt_rtx")
-    return _planned(report, "TensorRT plugin", names)
+    use = "TensorRT plugin"
+    if not report.tensorrt_plugin.found:
+        return Verdict(use, False, report.tensorrt_plugin.note, _PLUGIN)
+    runtimes = [host for name in _TENSORRT_RUNTIMES if (host := report.host(name)).found]
+    if not runtimes:
+        return Verdict(use, False, f"none of {', '.join(_TENSORRT_RUNTIMES)} is here", _TENSORRT)
+    host = runtimes[0]
+    shown = f"{host.name} {host.version or ''}".rstrip()
+    if not _is_since(host.version, _TENSORRT_SINCE):
+        return Verdict(use, False, f"{shown} is too old", _TENSORRT)
+    if all(device.sm < _MINIMUM_SM for device in report.devices):
+        return Verdict(use, False, f"it loads, but no GPU of sm_{_MINIMUM_SM} or later", _GPU)
+    return Verdict(use, True, f"{shown}; never run in TensorRT itself so far")
+
+
+def _is_since(version: str | None, least: tuple[int, int]) -> bool:
+    """Whether a version is at least this one; an unknown one gets the benefit of the doubt."""
+    numbers = re.match(r"(\d+)\.(\d+)", version or "")
+    return numbers is None or (int(numbers[1]), int(numbers[2])) >= least
 
 
 def _triton(report: Report) -> Verdict:

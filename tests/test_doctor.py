@@ -18,6 +18,7 @@ import torch
 from spin_trtllm import probe as probing
 from spin_trtllm.commands.doctor import command
 from spin_trtllm.errors import SpinError
+from spin_trtllm.hosts.tensorrt import FLAVOURS
 from spin_trtllm.probe import Activation, Device, Host, KernelLibrary, probe
 from spin_trtllm.verdicts import Verdict, verdicts
 
@@ -94,6 +95,7 @@ def test_json_is_one_object_with_stable_keys() -> None:
         "versions",
         "devices",
         "kernel_library",
+        "tensorrt_plugin",
         "activation",
         "hosts",
         "verdicts",
@@ -113,8 +115,10 @@ def test_json_is_one_object_with_stable_keys() -> None:
         "transformers",
         "tensorrt_llm",
         "tensorrt",
-        "tensorrt_lean",
         "tensorrt_rtx",
+        "tensorrt_lean",
+        "tensorrt_dispatch",
+        "onnx",
         "tritonserver (program)",
         "tritonserver",
         "pytriton",
@@ -214,11 +218,10 @@ def test_their_own_build_is_found(install: Any) -> None:
 def test_what_is_planned_is_never_promised() -> None:
     """With everything installed, what this version lacks is still said not to run."""
     everything = replaced(
-        Host("tensorrt", True, "11.4.0"),
         Host("tensorrt_llm", True, "1.4.0rc4"),
         Host("tritonserver", True, "2.51"),
     )
-    for use in ("trtllm-serve", "TensorRT plugin", "Triton"):
+    for use in ("trtllm-serve", "Triton"):
         found = verdict(use, devices=H200, hosts=everything, **READY | {"activation": NO_HOOKS})
         assert not found.runs
         assert "this version" in found.why
@@ -306,6 +309,51 @@ def test_serving_needs_hooks_kernels_and_a_start_up_file(changes: dict[str, Any]
     assert found.runs is (not changes)
     assert why in found.why
     assert bool(found.fix) is bool(changes)
+
+
+TENSORRT: dict[str, Any] = {
+    "devices": H200,
+    "tensorrt_plugin": KernelLibrary(True, "/lib/libspin_trt_plugin.so"),
+}
+
+
+@pytest.mark.parametrize(
+    ("host", "changes", "why"),
+    [
+        (Host("tensorrt", True, "10.13.0"), {}, "tensorrt 10.13.0; never run in TensorRT itself"),
+        (Host("tensorrt_lean", True, None), {}, "tensorrt_lean; never run"),
+        (Host("tensorrt", True, "10.2.0"), {}, "tensorrt 10.2.0 is too old"),
+        (Host("tensorrt_rtx", True, "1.7.1"), {}, "none of tensorrt, tensorrt_lean, tensorrt_disp"),
+        (Host("tensorrt", True, "11.4.0"), {"devices": A100}, "no GPU of sm_90"),
+        (
+            Host("tensorrt", True, "11.4.0"),
+            {"tensorrt_plugin": KernelLibrary(False, "not built")},
+            "not built",
+        ),
+    ],
+)
+def test_the_plugin_needs_a_tensorrt_and_a_gpu(
+    host: Host, changes: dict[str, Any], why: str
+) -> None:
+    others = [Host(f.name, False, None) for f in FLAVOURS if f.name != host.name]
+    found = verdict("TensorRT plugin", **TENSORRT | changes | {"hosts": replaced(host, *others)})
+    assert why in found.why
+    assert found.runs is ("never run" in found.why)
+    assert bool(found.fix) is not found.runs
+
+
+def test_a_wheel_of_bindings_is_a_tensorrt(install: Any) -> None:
+    install("tensorrt_rtx_bindings", {"__init__.py": "raise RuntimeError"}, None)
+    assert probe().host("tensorrt_rtx").found
+    assert "engines by tensorrt_rtx" in verdict("trtllm-build --use_spin --tensorrt").why
+
+
+def test_the_plugin_is_tried_by_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "plugin.so"
+    monkeypatch.setenv("SPIN_TRT_PLUGIN", str(library))
+    assert probe().tensorrt_plugin == KernelLibrary(False, "not built")
+    library.write_text("no library")
+    assert "not a loadable TensorRT plugin" in probe().tensorrt_plugin.note
 
 
 def test_activation_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

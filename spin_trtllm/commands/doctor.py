@@ -33,6 +33,7 @@ def _json_text(report: Report, judged: Sequence[Verdict]) -> str:
         "versions": report.versions,
         "devices": [asdict(device) for device in report.devices],
         "kernel_library": asdict(report.kernel_library),
+        "tensorrt_plugin": asdict(report.tensorrt_plugin),
         "activation": asdict(report.activation),
         "hosts": [asdict(host) | {"matches": host.matches} for host in report.hosts],
         "verdicts": [asdict(verdict) for verdict in judged],
@@ -54,7 +55,13 @@ def _lines(report: Report, judged: Sequence[Verdict]) -> list[str]:
     return [
         *_section("Versions", [(n, v or "not installed") for n, v in report.versions.items()]),
         *_section("CUDA devices", devices or [("none", "")]),
-        *_section("Kernel library", [("libspin", report.kernel_library.note)]),
+        *_section(
+            "Kernel library",
+            [
+                ("libspin", report.kernel_library.note),
+                ("TensorRT plugin", report.tensorrt_plugin.note),
+            ],
+        ),
         *_section("Activation in TensorRT-LLM", _activation(report)),
         *_section("Hosts", [(host.name, _describe(host)) for host in report.hosts]),
         *_section("Hook points", hooks or [("none", "")]),

@@ -74,6 +74,7 @@ def import_flavour(name: str | None = None, *, builds: bool = False) -> ModuleTy
 
 
 def _module_name(flavour: Flavour) -> str | None:
+    """The name that it can be imported by; None where it is not installed."""
     for module in flavour.modules:
         try:
             spec = importlib.util.find_spec(module)

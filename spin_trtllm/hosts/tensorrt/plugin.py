@@ -69,7 +69,7 @@ def load_plugin(
     if set(creators) == set(NODES):
         return Plugin(None, module, creators)
     library = _existing(path)
-    _check_loadable(library)
+    check_plugin(library)
     if registry.load_library(str(library)) is None:
         raise SpinError(
             f"{library}: TensorRT {module.__version__} does not take it; it needs 10.3 or later"
@@ -89,8 +89,12 @@ def _existing(path: str | os.PathLike[str] | None) -> Path:
     return library.resolve()  # a bare name would be searched for along the loader's path
 
 
-def _check_loadable(library: Path) -> None:
-    """Say what the loader says; TensorRT would only return nothing."""
+def check_plugin(library: Path) -> None:
+    """Say what the loader says; TensorRT would only return nothing.
+
+    Raises:
+        SpinError: it does not load, or has not what TensorRT looks for.
+    """
     try:
         loaded = ctypes.CDLL(str(library))
         for name in ("getCreators", "setLoggerFinder"):
