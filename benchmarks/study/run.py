@@ -7,8 +7,9 @@
 
 A cell is skipped when its result is there and was made from the same inputs. A call that stops for
 `--seconds` exits with code 75; the same command then goes on from there. `--list` shows what is
-left and about how long it takes. `--share 2/3` runs the second third of a part, so that several
-processes keep one GPU busy: alone, a process waits for its launches most of the time.
+left and about how long it takes. `--part` may be given several times. `--processes 12` keeps a
+GPU busy (NVIDIA's MPS lets them run at once); one that finds no memory leaves its
+cells to the next call.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import hashlib
 import os
 import time
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -24,11 +26,12 @@ import torch
 
 from benchmarks.study.cells import PARTS, Cell
 from benchmarks.study.estimate import Estimate
+from benchmarks.study.pool import run_side_by_side
 from benchmarks.study.study import Study
 from benchmarks.tiny_model.corpus import load_corpus
 from spin_trtllm import tiny
 from spin_trtllm.demo import environment, license_text
-from spin_trtllm.errors import SpinError, refuse
+from spin_trtllm.errors import SpinError
 from spin_trtllm.hosts.transformers import load_model
 
 AGAIN = os.EX_TEMPFAIL
@@ -77,22 +80,6 @@ def run_part(study: Study, part: tuple[Cell, ...], seconds: float) -> list[Cell]
     return left
 
 
-def share_of(part: tuple[Cell, ...], share: str) -> tuple[Cell, ...]:
-    """A share of a part, neighbours together since they read the same documents.
-
-    Args:
-        share: `i/n`, with i of 1 .. n.
-
-    Raises:
-        SpinError: anything else.
-    """
-    number, _, shares = share.partition("/")
-    if not (number.isdecimal() and shares.isdecimal() and 1 <= int(number) <= int(shares)):
-        refuse("share", share, "i/n with i of 1 .. n, such as 2/3")
-    start, stop = ((int(number) - k) * len(part) // int(shares) for k in (1, 0))
-    return part[start:stop]
-
-
 def estimate_of(study: Study, part: tuple[Cell, ...]) -> Estimate:
     """From the cells of a part that were run on this kind of device."""
     here = environment(study.model)["device"]
@@ -115,26 +102,34 @@ def _line(result: dict, cell: Cell, done: int, cells: int) -> str:
 def main() -> None:
     """Run a part, or list what is left of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=PARTS, required=True)
+    parser.add_argument("--part", choices=PARTS, required=True, action="append")
     parser.add_argument("--output", type=Path, required=True, help="directory of the results")
     parser.add_argument("--checkpoint", type=Path, help="default: the tiny model's")
     parser.add_argument("--corpus", type=Path, help="held-out text; default: the Apache License")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no cell beyond")
-    parser.add_argument("--share", default="1/1", help="i/n: only the i-th of n shares")
+    parser.add_argument("--processes", type=int, default=1, help="that share the device")
     parser.add_argument("--list", action="store_true", help="show what is left, and stop")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a decode step is many small operations
-    if arguments.corpus is None and arguments.part != "quick":
+    part = tuple(dict.fromkeys(cell for name in arguments.part for cell in PARTS[name]))
+    if arguments.processes < 1:
+        parser.exit(2, f"--processes: got {arguments.processes}, allowed: 1 or more\n")
+    if arguments.corpus is None and arguments.part != ["quick"]:
         # The license alone would repeat in long contexts, which then hold what is to be predicted.
         parser.exit(2, "--corpus: got none, allowed: a corpus file, except for --part quick\n")
     try:
-        part = share_of(PARTS[arguments.part], arguments.share)
         checkpoint = arguments.checkpoint or tiny.checkpoint_path()
-        study = open_study(checkpoint, arguments.corpus, arguments.output, arguments.device)
+        opening = partial(
+            open_study, checkpoint, arguments.corpus, arguments.output, arguments.device
+        )
+        study = opening()
+        if not arguments.list and arguments.processes > 1:
+            cells = study.left(part)
+            run_side_by_side(opening, run_part, cells, arguments.processes, arguments.seconds)
+        elif not arguments.list:
+            run_part(study, part, arguments.seconds)
         left = study.left(part)
-        if not arguments.list:
-            left = run_part(study, part, arguments.seconds)
         estimate = estimate_of(study, part)
     except SpinError as error:
         parser.exit(2, f"{error}\n")

@@ -3,16 +3,21 @@
 
 import dataclasses
 import sys
+from functools import partial
 
 import pytest
+import torch
 
+from benchmarks.study import pool
 from benchmarks.study import run as command
 from benchmarks.study.cells import DENSE, PARTS, Cell, Question
 from benchmarks.study.documents import NAMES, documents_of
 from benchmarks.study.estimate import Estimate
 from benchmarks.study.methods import METHODS
-from benchmarks.study.run import AGAIN, run_part, share_of
+from benchmarks.study.pool import CELLS_OF_A_JOB, jobs_of, run_side_by_side
+from benchmarks.study.run import AGAIN, open_study, run_part
 from benchmarks.study.study import Study
+from spin_trtllm import tiny
 from spin_trtllm.errors import SpinError
 
 TEXT = Question("text", 500, 2, 6)
@@ -166,15 +171,35 @@ def test_the_documents_of_every_cell_can_be_written(part):
         assert sum(len(turn.context) for turn in next(documents)) > question.context_bytes // 2
 
 
-@pytest.mark.parametrize("shares", [1, 2, 3, 7, 50])
-def test_shares_make_up_the_part(shares):
-    part = PARTS["curve-8k"]
-    parts = [share_of(part, f"{n}/{shares}") for n in range(1, shares + 1)]
-    assert sum(parts, ()) == part
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+def test_processes_run_the_same_cells(study, tmp_path):
+    """Each process opens the study anew, so this one needs a checkpoint on disk."""
+    opening = partial(open_study, tiny.checkpoint_path(), None, tmp_path / "pool", "cpu")
+    run_side_by_side(opening, run_part, PART, 2, float("inf"))
+    alone = dataclasses.replace(opening(), output=tmp_path / "alone")
+    alone.output.mkdir()
+    run_part(alone, PART, float("inf"))
+    for name, result in results(alone).items():
+        assert answers(result) == answers(results(opening())[name])
 
 
-@pytest.mark.parametrize("share", ["", "1", "0/2", "3/2", "1/0", "1/-1", "a/b", "1/2/3"])
-def test_other_shares_are_refused(share):
-    with pytest.raises(SpinError, match=r"share: got .*, allowed: i/n"):
-        share_of(PARTS["quick"], share)
+def test_processes_stop_for_their_seconds_too(study, tmp_path):
+    opening = partial(open_study, tiny.checkpoint_path(), None, tmp_path, "cpu")
+    run_side_by_side(opening, run_part, PART, 1, 0.0)
+    assert opening().left(PART) == list(PART)
+
+
+def test_jobs_are_the_cells_in_order_of_one_question_each():
+    cells = PARTS["curve-8k"] + PARTS["text"]
+    jobs = list(jobs_of(cells))
+    assert sum(jobs, ()) == cells
+    assert all(len({cell.question for cell in job}) == 1 for job in jobs)
+    assert max(map(len, jobs)) <= CELLS_OF_A_JOB
+
+
+def test_a_job_without_memory_is_left(study, monkeypatch, capsys):
+    def fail(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(pool, "_study", study, raising=False)
+    pool._work(fail, PART, float("inf"))
+    assert capsys.readouterr().out == f"out of memory, left: {TEXT.name}\n"

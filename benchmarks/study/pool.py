@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cells run by several processes on one device: alone, a process mostly waits for its launches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import groupby
+from multiprocessing import get_context
+
+import torch
+
+from benchmarks.study.cells import Cell
+from benchmarks.study.study import Study
+
+CELLS_OF_A_JOB = 8  # so many share one reading of their documents
+
+Open = Callable[[], Study]
+RunPart = Callable[[Study, tuple[Cell, ...], float], object]
+
+_study: Study  # of this process, where it is one of a pool
+
+
+def jobs_of(cells: Sequence[Cell]) -> Iterator[tuple[Cell, ...]]:
+    """Cells in groups of one question each, not too many together."""
+    for _, group in groupby(cells, key=lambda cell: cell.question):
+        same = tuple(group)
+        for start in range(0, len(same), CELLS_OF_A_JOB):
+            yield same[start : start + CELLS_OF_A_JOB]
+
+
+def run_side_by_side(
+    open_study: Open, run_part: RunPart, cells: Sequence[Cell], processes: int, seconds: float
+) -> None:
+    """Run what there is time for; a job that finds no memory is left for another call.
+
+    Args:
+        open_study: makes a process's own study; it and `run_part` travel there by name.
+        seconds: see `run_part`.
+    """
+    until = time.time() + seconds  # a clock that processes share
+    with ProcessPoolExecutor(
+        processes, get_context("spawn"), initializer=_open, initargs=(open_study,)
+    ) as pool:
+        jobs = [pool.submit(_work, run_part, job, until) for job in jobs_of(cells)]
+        for job in as_completed(jobs):
+            job.result()
+
+
+def _open(open_study: Open) -> None:
+    global _study
+    torch.set_num_threads(1)
+    _study = open_study()
+
+
+def _work(run_part: RunPart, job: tuple[Cell, ...], until: float) -> None:
+    try:
+        run_part(_study, job, until - time.time())
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        print(f"out of memory, left: {job[0].question.name}", flush=True)
