@@ -135,8 +135,13 @@ def write_engine(directory: Path, files: Mapping[str, str]) -> None:
         # surrogateescape: run.sh names the checkpoint by path, and a path may be any bytes
         path.write_text(files[name], encoding="utf-8", errors="surrogateescape")
         if path.suffix == ".sh":
-            readable = path.stat().st_mode & 0o444
-            path.chmod(path.stat().st_mode | readable >> 2)  # whoever may read it may run it
+            make_executable(path)
+
+
+def make_executable(path: Path) -> None:
+    """Whoever may read a file may run it."""
+    readable = path.stat().st_mode & 0o444
+    path.chmod(path.stat().st_mode | readable >> 2)
 
 
 def is_engine(directory: Path) -> bool:

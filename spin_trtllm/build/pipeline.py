@@ -33,8 +33,8 @@ from spin_trtllm.build.tensorrt import (
     describe_engines,
     describe_networks,
     export_networks,
+    folder_texts,
     make_engines,
-    manifest_text,
     move_into,
     size_networks,
     work_folder,
@@ -157,8 +157,8 @@ def _build_engine(
             lambda: make_engines(networks, room, sizes.target, work),
             describe_engines,
         )
-        manifest = manifest_text(networks, engines, config, room, options)
-        then = None if work is None else partial(move_into, work, manifest)
+        texts = folder_texts(networks, engines, config, room, options)
+        then = None if work is None else partial(move_into, work, texts)
         _write_stage(request, stages, checkpoint, output, files, then)
     return Built(output, files, engines)
 

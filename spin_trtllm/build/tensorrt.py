@@ -5,6 +5,7 @@
         layer_02.onnx               one network for each layer with an indexer, weights included
         layer_02.engine             the same, built; where a builder was there
         libspin_trt_plugin.so       what both need
+        build_engines.sh            builds the engines where only TensorRT is
         manifest.json               what was made by what for what, and how to bind it
 
 Engines take minutes each, so they are made in a work folder beside the output, which an interrupted
@@ -21,16 +22,18 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from spin_trtllm.build.checkpoint import CONFIG_FILE, DEEPSEEK_V4, Checkpoint
+from spin_trtllm.build.engine import make_executable
 from spin_trtllm.build.fields import integer, read_json_object
 from spin_trtllm.build.memory import human_bytes
 from spin_trtllm.build.target import PAGE_SLOTS, Target
+from spin_trtllm.build.trtexec_script import Shapes, trtexec_script_text
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.files import atomic_file
@@ -49,6 +52,7 @@ from spin_trtllm.hosts.tensorrt.weights import read_indexer_weights
 
 FOLDER = "tensorrt"
 MANIFEST_FILE = "manifest.json"
+SCRIPT_FILE = "build_engines.sh"
 FORMAT = "spin-tensorrt"
 SCHEMA_VERSION = 1
 ROTATIONS = ("hadamard", "none")
@@ -75,11 +79,19 @@ class TensorrtOptions:
 
 @dataclass(frozen=True)
 class Network:
-    """One layer's network: where it lies, if it was written, and its size."""
+    """One layer's network.
+
+    Attributes:
+        layer: decoder-layer index.
+        path: where it lies, if it was written.
+        size_bytes: of the file.
+        shapes: of its inputs with named dimensions.
+    """
 
     layer: int
     path: Path
     size_bytes: int
+    shapes: Shapes = field(hash=False)
 
     @property
     def engine(self) -> Path:
@@ -166,8 +178,15 @@ def export_networks(
         if folder is not None:
             with atomic_file(path) as temporary:
                 temporary.write_bytes(content)
-        networks.append(Network(layer, path, len(content)))
+        networks.append(Network(layer, path, len(content), _named_shapes(model)))
     return networks
+
+
+def _named_shapes(model: Any) -> Shapes:
+    """Shapes of an ONNX model's inputs that have named dimensions."""
+    dims = {value.name: value.type.tensor_type.shape.dim for value in model.graph.input}
+    shapes = {name: [dim.dim_param or dim.dim_value for dim in d] for name, d in dims.items()}
+    return {n: s for n, s in shapes.items() if any(isinstance(size, str) for size in s)}
 
 
 def describe_networks(networks: Sequence[Network], options: TensorrtOptions) -> str:
@@ -252,7 +271,7 @@ def make_engines(
         builder=builder.name,
         plugin=plugin,
         ranges=sizes.ranges,
-        target_sm=builder.sm,
+        target_sm=builder.sm if builder.name == _RTX else None,
     )
     return Engines(builder, "", tuple(built), len(networks))
 
@@ -273,14 +292,26 @@ def describe_engines(engines: Engines) -> str:
     )
 
 
-def manifest_text(
+def folder_texts(
+    networks: Sequence[Network],
+    engines: Engines,
+    config: SpinConfig,
+    sizes: IndexerSizes,
+    options: TensorrtOptions,
+) -> dict[str, str]:
+    """The text files of the folder by name: the manifest has all it takes to bind the networks."""
+    script = trtexec_script_text(PLUGIN_NAME, networks[0].shapes, sizes.ranges)
+    manifest = _manifest_text(networks, engines, config, sizes, options)
+    return {SCRIPT_FILE: script, MANIFEST_FILE: manifest}
+
+
+def _manifest_text(
     networks: Sequence[Network],
     engines: Engines,
     config: SpinConfig,
     sizes: IndexerSizes,
     options: TensorrtOptions,
 ) -> str:
-    """The text of `manifest.json`: all that a program needs to bind the networks."""
     plugin = plugin_path()
     has_engines = engines.builder is not None
     values = {
@@ -309,8 +340,14 @@ def _state(config: SpinConfig, sizes: IndexerSizes) -> dict[str, Any]:
     return {name: {"dtype": dtypes[name], "shape": list(shapes[name])} for name in shapes}
 
 
-def move_into(work: Path, manifest: str, directory: Path) -> None:
-    """Move a work folder's networks and engines into a new engine directory, and complete them."""
+def move_into(work: Path, texts: Mapping[str, str], directory: Path) -> None:
+    """Move a work folder's networks and engines into a new engine directory, and complete them.
+
+    Args:
+        work: what `work_folder` gave.
+        texts: what `folder_texts` returned.
+        directory: the engine's.
+    """
     folder = directory / FOLDER
     folder.mkdir()
     for path in sorted(work.iterdir()):
@@ -319,7 +356,9 @@ def move_into(work: Path, manifest: str, directory: Path) -> None:
     plugin = plugin_path()
     if plugin is not None:
         shutil.copy(plugin, folder / PLUGIN_NAME)
-    (folder / MANIFEST_FILE).write_text(manifest, encoding="utf-8")
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    make_executable(folder / SCRIPT_FILE)
 
 
 def is_ours(folder: Path) -> bool:
@@ -333,7 +372,7 @@ def is_ours(folder: Path) -> bool:
     if values.get("format") != FORMAT or not isinstance(layers, Mapping):
         return False
     files = {file for layer in layers.values() for file in dict(layer).values()}
-    return names <= files | {MANIFEST_FILE, PLUGIN_NAME}
+    return names <= files | {MANIFEST_FILE, SCRIPT_FILE, PLUGIN_NAME}
 
 
 @contextmanager

@@ -74,7 +74,8 @@ def test_only_onnx_is_made_and_said_so(build: Any, tmp_path: Path) -> None:
     folder = tmp_path / "engine" / "tensorrt"
     assert f"TensorRT: only ONNX, no engines in {folder}" in lines
     plugin = ["libspin_trt_plugin.so"] * (tensorrt.plugin_path() is not None)
-    assert sorted(os.listdir(folder)) == [*NETWORKS, *plugin, "manifest.json"]
+    files = ["build_engines.sh", *NETWORKS, *plugin, "manifest.json"]
+    assert sorted(os.listdir(folder)) == files
     assert manifest(tmp_path / "engine")["why_no_engines"] == reason
     assert sorted(os.listdir(tmp_path / "engine")) == sorted([*ENGINE_FILES, "tensorrt"])
     assert os.listdir(tmp_path) == ["engine"]
@@ -103,6 +104,37 @@ def test_the_manifest_describes_the_networks(build: Any, tmp_path: Path) -> None
         named = {d.dim_param for t in found.values() for d in t.shape.dim if d.dim_param}
         assert named == set(values["ranges"])
         assert found["hidden"].elem_type == onnx.TensorProto.FLOAT16
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_script_builds_what_is_not_there(build: Any, tmp_path: Path) -> None:
+    """With a `trtexec` that writes down its arguments, in a folder that was moved."""
+    build("--max_draft_len", 1)
+    folder = tmp_path / "my engines"
+    (tmp_path / "engine" / "tensorrt").rename(folder)
+    (folder / "layer_3.engine").write_text("there")
+    (tmp_path / "trtexec").write_text(
+        "#!/bin/sh\n"
+        'for a; do case $a in --saveEngine=*) printf "%s\\n" "$@" >"${a#*=}" ;; esac; done\n'
+    )
+    (tmp_path / "trtexec").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    subprocess.run(
+        [folder / "build_engines.sh", "--verbose"], check=True, env=os.environ | {"PATH": path}
+    )
+    assert sorted(path.name for path in folder.glob("*.engine")) == ENGINES
+    assert (folder / "layer_3.engine").read_text() == "there"
+    given = (folder / "layer_1.engine").read_text().splitlines()
+    assert given[0] == f"--onnx={folder}/layer_1.onnx"
+    assert f"--staticPlugins={folder}/libspin_trt_plugin.so" in given
+    assert given[-1] == "--verbose"
+    shapes = dict(line.removeprefix("--").split("=") for line in given if "Shapes" in line)
+    assert shapes["minShapes"] == (
+        "hidden:1x2x320,query_latent:1x2x160,pages:1x2112,page_table:1x1,lanes:1,positions:1x2,"
+        "sequence_ids:1"
+    )
+    assert shapes["maxShapes"].startswith("hidden:4x2x320,")
+    assert ",page_table:4x32," in shapes["optShapes"]
 
 
 @pytest.mark.usefixtures("alone")

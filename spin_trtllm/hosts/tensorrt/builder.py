@@ -129,14 +129,16 @@ def build_engine(
         SpinError: TensorRT refused; its log says more.
     """
     builder = tensorrt.Builder(logger)
-    network = builder.create_network(_strongly_typed(tensorrt))
+    flag = tensorrt.NetworkDefinitionCreationFlag.STRONGLY_TYPED  # types as the network says
+    network = builder.create_network(1 << int(flag))
     parser = tensorrt.OnnxParser(network, logger)
     if not parser.parse(network_path.read_bytes()):
         reasons = [parser.get_error(i).desc() for i in range(parser.num_errors)]
         raise SpinError(f"{network_path.name}: TensorRT does not read it: {'; '.join(reasons)}")
     config = builder.create_builder_config()
     allow_aliasing(config, tensorrt)
-    if target_sm is not None and hasattr(config, "set_compute_capability"):
+    config.clear_flag(tensorrt.BuilderFlag.TF32)  # fp32 is asked for where it is meant
+    if target_sm is not None:
         config.num_compute_capabilities = 1
         capability = getattr(tensorrt.ComputeCapability, f"SM{target_sm}", None)
         if capability is None:
@@ -147,12 +149,6 @@ def build_engine(
     if engine is None:
         raise SpinError(f"{network_path.name}: TensorRT does not build it")
     return bytes(engine)
-
-
-def _strongly_typed(tensorrt: Any) -> int:
-    """Types as the network says. TensorRT 11 has dropped the flag, all networks being so."""
-    flag = getattr(tensorrt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
-    return 0 if flag is None else 1 << int(flag)
 
 
 def _profile(builder: Any, network: Any, ranges: Ranges) -> Any:
