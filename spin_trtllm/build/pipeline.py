@@ -150,7 +150,7 @@ def _build_engine(
         networks = stages.run(
             "export networks",
             lambda: export_networks(checkpoint, config, room, options, work),
-            lambda networks: describe_networks(networks, options),
+            lambda networks: describe_networks(networks, config, room, options),
         )
         engines = stages.run(
             "build engines",

@@ -18,6 +18,7 @@ import ctypes.util
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,6 +57,8 @@ SCRIPT_FILE = "build_engines.sh"
 FORMAT = "spin-tensorrt"
 SCHEMA_VERSION = 1
 ROTATIONS = ("hadamard", "none")
+
+_DTYPE_BYTES = {"fp32": 4, "bf16": 2, "int32": 4, "int64": 8}
 
 _RTX = "tensorrt_rtx"
 _RTX_SMS = (75, 80, 86, 89, 120)
@@ -189,10 +192,20 @@ def _named_shapes(model: Any) -> Shapes:
     return {n: s for n, s in shapes.items() if any(isinstance(size, str) for size in s)}
 
 
-def describe_networks(networks: Sequence[Network], options: TensorrtOptions) -> str:
+def describe_networks(
+    networks: Sequence[Network],
+    config: SpinConfig,
+    sizes: IndexerSizes,
+    options: TensorrtOptions,
+) -> str:
     """One line for the build's report."""
     size = human_bytes(sum(network.size_bytes for network in networks))
-    return f"{len(networks)} networks, {size}, projections in {options.precision}"
+    state = _state(config, sizes).values()
+    layer_bytes = sum(math.prod(s["shape"]) * _DTYPE_BYTES[s["dtype"]] for s in state)
+    return (
+        f"{len(networks)} networks, {size}, projections in {options.precision}, "
+        f"to be bound to a state of {human_bytes(len(networks) * layer_bytes)}"
+    )
 
 
 def choose_builder(target: Target) -> Builder | str:

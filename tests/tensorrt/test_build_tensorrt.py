@@ -68,7 +68,8 @@ def test_only_onnx_is_made_and_said_so(build: Any, tmp_path: Path) -> None:
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[4].startswith("[5/7] export networks ... 4 networks, ")
-    assert lines[4].endswith(" MiB, projections in bf16")
+    # 4 layers x (4 lanes x 2 averages x 2,048 slots + 8 places x 2,048 scores) x 4 bytes, and books
+    assert lines[4].endswith(" MiB, projections in bf16, to be bound to a state of 529.0 KiB")
     reason = "no TensorRT with a builder is installed (tensorrt or tensorrt_rtx)"
     assert lines[5] == f"[6/7] build engines ... none, only ONNX: {reason}"
     folder = tmp_path / "engine" / "tensorrt"
