@@ -2,9 +2,9 @@
 """SPIN's TensorRT nodes on a GPU: host time of `enqueue`, and a step against torch's launches.
 
 A step is all layers of DeepSeek-V4 Flash in one captured CUDA graph, one node a layer as in an
-engine. Opposite are the same kernels, layer by layer, launched by `GpuStep` (`torch_us`); the graphs
-are replayed in turns on the same inputs. `all_layers_us` is `GpuStep` with its first two kernels run
-for all layers at once, which a network of nodes cannot do.
+engine. Opposite are the same kernels, layer by layer, launched by `GpuStep` (`torch_us`); the
+graphs are replayed in turns on the same inputs. `all_layers_us` is `GpuStep` with its first two
+kernels run for all layers at once, which a network of nodes cannot do.
 
 Needs the plugin, and the host that plays TensorRT's part (see tests/plugin_host.py):
 

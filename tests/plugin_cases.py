@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from plugin_host import BF16, BOOL, FLOAT, FP8, HALF, INT8, INT32, INT64, UINT8, Desc, desc
+from plugin_host import BF16, BOOL, FLOAT, FP8, HALF, INT8, INT32, INT64, Desc, desc
 
 FIELDS: dict[str, dict[str, Any]] = {
     "SpinIndexer": {"ratio": 4, "slots": 1000, "top_k": 512, "layer": 7},
@@ -16,7 +16,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 AVERAGES = (FLOAT, BF16)
-PAGES = (INT32, INT8, UINT8, FP8)
+PAGES = (INT32, INT8, FP8)
 QUERIES = (FP8, HALF, BF16)
 
 

@@ -9,9 +9,9 @@ namespace spin::trt {
 constexpr unsigned kQueryTypes = bit_of(nvinfer1::DataType::kFP8) |
                                  bit_of(nvinfer1::DataType::kHALF) |
                                  bit_of(nvinfer1::DataType::kBF16);
-constexpr unsigned kPageTypes =
-    bit_of(nvinfer1::DataType::kINT32) | bit_of(nvinfer1::DataType::kINT8) |
-    bit_of(nvinfer1::DataType::kUINT8) | bit_of(nvinfer1::DataType::kFP8);
+constexpr unsigned kPageTypes = bit_of(nvinfer1::DataType::kINT32) |
+                                bit_of(nvinfer1::DataType::kINT8) |
+                                bit_of(nvinfer1::DataType::kFP8);
 
 // The tensors that both nodes begin with, at these places.
 constexpr Port kQueryPorts[] = {

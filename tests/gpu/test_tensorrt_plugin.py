@@ -471,7 +471,7 @@ def test_a_wide_query_is_quantised_on_the_way(dtype: torch.dtype) -> None:
     assert bool((found[0] >= 0).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_pages_are_bytes_whatever_their_type(dtype: torch.dtype) -> None:
     _, config, ratio, rows, slots, page, _ = CASES[0]
     fixed = Fixed(config, rows, slots, ratio, page)

@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from plugin_host import BUILT, NODES, PLUGIN_SOURCES, ROOT, SOURCES, compile_cpp, find_host
@@ -53,6 +55,17 @@ def test_the_read_me_lists_every_field() -> None:
     for column, node in enumerate(NODES):
         listed = {name for name, cells in marks.items() if len(cells) == 4 and cells[column]}
         assert listed == set(host.field_names(node)), node
+
+
+def test_a_chosen_folder_of_headers_rules_out_every_other(tmp_path: Path) -> None:
+    def find(folder: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(PLUGIN_SOURCES / "find_headers.py")]
+        env = os.environ | {"TENSORRT_INCLUDE_DIR": str(folder)}
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
+    assert (find(tmp_path).returncode, find(tmp_path).stdout) == (1, "")
+    (tmp_path / "NvInferRuntime.h").touch()
+    assert (find(tmp_path).returncode, find(tmp_path).stdout) == (0, f"{tmp_path}\n")
 
 
 def test_random_fields_shapes_and_addresses_break_nothing() -> None:
