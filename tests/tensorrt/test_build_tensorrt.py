@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -406,6 +407,21 @@ def test_a_refused_network_is_one_line(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "engine").exists()
     assert not list(tmp_path.glob(".spin.*"))
+
+
+# -- the document ---------------------------------------------------------------------------------
+
+
+def test_the_documents_network_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "tensorrt.md").read_text(encoding="utf-8")
+    run, own = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    compile(run, "docs/tensorrt.md", "exec")
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(own, "docs/tensorrt.md", "exec"), names := {})
+    onnx.checker.check_model(onnx.load("layer_3.onnx"))
+    assert names["outputs"] == {"v": "v_out", "d": "d_out"}
+    assert names["node"].op_type == "SpinObserve"
 
 
 # -- with full TensorRT and a GPU: never here, so that it runs wherever it can --------------------
