@@ -20,12 +20,14 @@ from torch import Tensor
 from transformers import DeepseekV4Config, DynamicCache
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as host
 
-from spin_trtllm.build.checkpoint import Checkpoint, read_checkpoint
+from spin_trtllm.build.checkpoint import Checkpoint, IndexerGeometry, read_checkpoint
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError
+from spin_trtllm.generate import forward
 from spin_trtllm.hosts.tensorrt import (
     PRECISIONS,
     IndexerSizes,
+    IndexerWeights,
     Rope,
     indexer_network,
     indexer_rope,
@@ -75,11 +77,11 @@ def record(model: Any, checkpoint: Path, spin: SpinConfig | None = None) -> Reco
             handles += _hooks(indexer, recording.steps.setdefault(layer, []))
         ids = random_ids(PROMPT_TOKENS + STEPS)
         cache = DynamicCache(config=model.config)
-        model(ids[:, :PROMPT_TOKENS], past_key_values=cache)
+        forward(model, ids[:, :PROMPT_TOKENS], cache)
         for steps in recording.steps.values():
             steps.clear()
         for token in ids[0, PROMPT_TOKENS:]:
-            model(token.view(1, 1), past_key_values=cache)
+            forward(model, token.view(1, 1), cache)
         for handle in handles:
             handle.remove()
     return recording
@@ -191,6 +193,40 @@ def test_slots_are_the_hosts(dense: Recording, layer: int, rotate: bool) -> None
         assert as_sets(found["slots"]) == as_sets(step.picks)
         assert found["block_count"].tolist() == [-(-keys.shape[1] // 16)]
         assert (found["slots"].diff() > 0).all()
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_a_rotation_of_keys_and_queries_changes_no_score(head_dim: int) -> None:
+    generator = torch.Generator().manual_seed(head_dim)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    weights = IndexerWeights(3, random(40, head_dim, 24), random(40, 48))
+    feeds = {"hidden": random(1, 1, 48), "query_latent": random(1, 1, 24)}
+    feeds["positions"] = torch.tensor([[977]])
+    keys = random(50, head_dim)
+    scores = []
+    for rotate in (False, True):
+        model = indexer_network(
+            weights,
+            Rope(torch.tensor([1.0, 0.1, 0.01, 0.001])),
+            IndexerGeometry((3,), RATIO, 40, head_dim, TOP_K),
+            DENSE,
+            IndexerSizes(2, 1, SLOTS),
+            precision="fp32",
+            rotate=rotate,
+        )
+        part = nr.graph_without_plugin(model, {"query_rotated": 1, "weights": 1})
+        found = nr.ReferenceEvaluator(part).run(None, {n: t.numpy() for n, t in feeds.items()})
+        query, factors = map(torch.tensor, found)
+        assert query.shape == (1, 1, 64, 128)  # 40 heads, filled up
+        assert not query[..., head_dim:].any()
+        cached = rotated(keys) if rotate else keys
+        dots = (query[0, 0, :, :head_dim] @ cached.T).relu()
+        scores.append(factors[0, 0] @ dots)
+    torch.testing.assert_close(scores[1], scores[0], rtol=1e-4, atol=1e-4)
+    assert scores[0].std() > 0.1
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
