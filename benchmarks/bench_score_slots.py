@@ -145,6 +145,8 @@ def main() -> None:
     parser.add_argument("--modes", default="portable,fast,exact")
     parser.add_argument("--quick", action="store_true", help="a few cells only")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "bench_score_slots: no CUDA device, allowed: a machine with one\n")
     modes = args.modes.split(",")
     library = load_library() or parser.exit(1, "the kernel library has not been built\n")
     torch.manual_seed(0)

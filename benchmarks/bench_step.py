@@ -336,6 +336,8 @@ def main() -> None:
     parser.add_argument("--replays", type=int, default=9)
     parser.add_argument("--cells", help="batch,slots,rows;... instead of the whole table")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "bench_step: no CUDA device, allowed: a machine with one\n")
     torch.manual_seed(0)
     cells = CELLS
     if args.cells:

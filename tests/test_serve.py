@@ -213,3 +213,9 @@ def refused(message: str, *arguments: str) -> None:
     """The command raises the error that the command line prints on one line, with exit code 2."""
     with pytest.raises(SpinError, match=message):
         serve.command.main(list(arguments), standalone_mode=False)
+
+
+def test_options_of_the_server_have_their_place(engine: Path) -> None:
+    done = click.testing.CliRunner().invoke(serve.command, [str(engine), "--port", "8000"])
+    assert done.exit_code == 2
+    assert done.output.splitlines()[-1].endswith("Those of trtllm-serve come after `--`.")

@@ -23,7 +23,18 @@ PROGRAM = "trtllm-serve"
 CHECKPOINT_VARIABLE = "SPIN_CHECKPOINT"  # as run.sh has it
 
 
-@click.command("serve")
+class _Serve(click.Command):
+    """Tells whose an unknown option may be."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            error.message += f" Those of {PROGRAM} come after `--`."
+            raise
+
+
+@click.command("serve", cls=_Serve)
 @click.argument("engine_dir", metavar="DIR", type=click.Path())
 @click.argument("arguments", metavar="[-- TRTLLM-SERVE ARGUMENTS]", nargs=-1)
 @click.option(
