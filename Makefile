@@ -38,7 +38,7 @@ PLUGIN_LIBRARY := build/kernels/libspin_trt_plugin.so
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup library test lint fmt demo prove bench study study-quick clean kernels plugin gpu-test gpu-bench
+.PHONY: help setup library test lint fmt demo prove bench study study-quick beyond clean kernels plugin gpu-test gpu-bench
 
 help: ## list the targets
 	@echo "Usage: make TARGET [PYTHON=python3.x] [PYTEST_ARGS=...]"
@@ -89,6 +89,9 @@ study: setup ## one part of the study (PART=name), resumed where it stopped; res
 study-quick: setup ## a small study on the CPU, in less than ten minutes on two cores
 	@$(PY) -m benchmarks.study.run --part quick --output build/study-quick --device cpu
 	@$(PY) -m benchmarks.study.report build/study-quick
+
+beyond: setup ## variants beyond the paper at equal bytes, on one CPU core; results in build/beyond
+	@$(PY) -m benchmarks.study.beyond --output build/beyond --corpus build/tiny_model/corpus.zip
 
 # The two GPU targets run in the machine's own Python, which brings a torch built for its driver.
 kernels: $(KERNEL_LIBRARY) ## build libspin.so for one architecture (ARCH=90a, 100a, 120a, or all)

@@ -96,7 +96,7 @@ def answer(
             with run.reading():
                 for chunk in split_prompt(torch.cat((last, context), 1), chunk_tokens):
                     logits = forward(model, chunk, cache)
-        asked = _side_by_side(turns).to(logits.device)
+        asked = side_by_side(turns).to(logits.device)
         picked, nats = _follow(model, cache, logits, asked, run)
         last = asked[:, -1:]
         for number, turn in enumerate(turns):
@@ -104,7 +104,7 @@ def answer(
     return answers
 
 
-def _side_by_side(turns: Sequence[RecallDocument]) -> Tensor:
+def side_by_side(turns: Sequence[RecallDocument]) -> Tensor:
     """What is fed in a turn: int64 `[S, T]`, shorter ones filled up."""
     longest = max(len(turn.asked) for turn in turns)
     return torch.tensor([list(turn.asked.ljust(longest, AFTER)) for turn in turns])

@@ -67,9 +67,21 @@ class Policy(ABC):
 
 
 class SpinPolicy(Policy):
-    """SPIN itself, in any variant of `SpinConfig`."""
+    """SPIN itself, in any variant of `SpinConfig`.
 
-    def __init__(self, config: SpinConfig, trace: Trace, *, predictions: bool = False) -> None:
+    Args:
+        predictions: also predict slot scores.
+        variant: the step to run, for studies that change more than the configuration.
+    """
+
+    def __init__(
+        self,
+        config: SpinConfig,
+        trace: Trace,
+        *,
+        predictions: bool = False,
+        variant: type[SpinVariant] = SpinVariant,
+    ) -> None:
         super().__init__(config, trace)
         self._queries = config.query_share_ppm > 0
         if self._queries:
@@ -78,7 +90,7 @@ class SpinPolicy(Policy):
         self._state = SpinState(
             trace.layers, sequences=1, slots=max(trace.slots, 1), dtype=config.storage_dtype
         )
-        self._spin = SpinVariant(self.config, self._state, ratio=trace.ratio)
+        self._spin = variant(self.config, self._state, ratio=trace.ratio)
 
     def step(self, step: TraceStep) -> Outcome:
         """One decode step of all layers, as a host runs it."""

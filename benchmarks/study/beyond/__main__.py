@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the sweep: capture what is missing, replay what is missing, write JSON and a table.
+
+    python -m benchmarks.study.beyond --output build/beyond --corpus build/tiny_model/corpus.zip
+
+An interrupted run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.study.beyond.arms import ARMS, BASELINE, PER_LAYER, SPARSITIES, Arm
+from benchmarks.study.beyond.capture import TASKS, capture, trace_path
+from benchmarks.study.beyond.findings import ByTarget, find, layer_targets
+from benchmarks.study.beyond.measure import Document, Figures, load, measure, save
+from benchmarks.study.beyond.table import write_table
+from benchmarks.study.beyond.variants import LayerBudgets
+from benchmarks.tiny_model.corpus import load_corpus
+from spin_trtllm import __version__, tiny
+from spin_trtllm.demo import environment
+from spin_trtllm.errors import SpinError
+from spin_trtllm.files import atomic_file
+from spin_trtllm.hosts.transformers import load_model
+from spin_trtllm.replay.trace import Trace
+
+VERSION = 1  # of what figures mean: raise it when they change
+DOCUMENTS = 4  # of each task
+CONTEXT_BYTES = 8_192
+KEY_BYTES = 132  # of DeepSeek-V4's fp8 key; the tiny model's has 68
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All replays of an output directory.
+
+    Attributes:
+        documents: task and number of each.
+    """
+
+    output: Path
+    documents: Sequence[tuple[str, int]]
+    key_bytes: int
+
+    @property
+    def traces(self) -> Path:
+        """Folder of the traces."""
+        return self.output / "traces"
+
+    def figures(self, name: str, truths: Sequence[Document], known: ByTarget) -> ByTarget:
+        """An arm's figures, measured now unless they are there.
+
+        Args:
+            truths: of the documents; known: the baseline's figures, empty for itself.
+        """
+        arm = ARMS[name]
+        path = self.output / "figures" / f"{self._digest(name, arm)}.npz"
+        if not path.exists():
+            found = [
+                [self._measure(arm, name, n, truths, known, target) for n in range(len(truths))]
+                for target in SPARSITIES
+            ]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save(path, found)
+        return load(path, len(SPARSITIES), len(truths))
+
+    def _measure(
+        self,
+        arm: Arm,
+        name: str,
+        number: int,
+        truths: Sequence[Document],
+        known: ByTarget,
+        target: float,
+    ) -> Figures:
+        trace = Trace(trace_path(self.traces, *self.documents[number], arm.view))
+        make = arm.make
+        if name == PER_LAYER:  # from the documents of the other parity
+            others = range((number + 1) % 2, len(truths), 2)
+            make = partial(LayerBudgets, targets=layer_targets(known, others, target))
+        policy = make(arm.config(target), trace)
+        return measure(policy, trace, truths[number], arm, self.key_bytes)
+
+    def _digest(self, name: str, arm: Arm) -> str:
+        facts = [VERSION, __version__, name, asdict(arm.config(0.0)), arm.bytes_a_slot]
+        facts += [SPARSITIES, self.key_bytes, list(self.documents), self._traces_digest()]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+    def _traces_digest(self) -> str:
+        sizes = [
+            (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+            for path in sorted(self.traces.glob("*.safetensors"))
+        ]
+        return hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
+
+
+def run(sweep: Sweep) -> dict:
+    """Every arm's figures."""
+    paths = [trace_path(sweep.traces, *document) for document in sweep.documents]
+    truths = [Document(Trace(path)) for path in paths]
+    figures: dict[str, ByTarget] = {}
+    for number, name in enumerate(ARMS, 1):
+        started = time.perf_counter()
+        figures[name] = sweep.figures(name, truths, figures.get(BASELINE, []))
+        seconds = time.perf_counter() - started
+        print(f"[{number}/{len(ARMS)}] {name}: {seconds:.0f} s", flush=True)
+    return find(figures, [task for task, _ in sweep.documents])
+
+
+def main() -> None:
+    """Capture, replay, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="directory, made if need be")
+    parser.add_argument("--corpus", type=Path, required=True, help="whose held-out text is read")
+    parser.add_argument("--checkpoint", type=Path, help="default: the tiny model's")
+    parser.add_argument("--documents", type=int, default=DOCUMENTS, help="of each task")
+    parser.add_argument("--context-bytes", type=int, default=CONTEXT_BYTES)
+    parser.add_argument("--key-bytes", type=int, default=KEY_BYTES, help="of an indexer key")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # a decode step is many small operations
+    started = time.perf_counter()
+    documents = [(task, n) for task in TASKS for n in range(arguments.documents)]
+    sweep = Sweep(arguments.output, documents, arguments.key_bytes)
+    try:
+        checkpoint = arguments.checkpoint or tiny.checkpoint_path()
+        model, _ = load_model(checkpoint, device="cpu")
+        filler = load_corpus(arguments.corpus).held_out.tobytes()
+        sweep.traces.mkdir(parents=True, exist_ok=True)
+        for task in TASKS:
+            for path in capture(
+                model,
+                sweep.traces,
+                task=task,
+                documents=arguments.documents,
+                context_bytes=arguments.context_bytes,
+                filler=filler,
+            ):
+                print(path, flush=True)
+        result = {
+            "documents": arguments.documents,
+            "context_bytes": arguments.context_bytes,
+            "key_bytes": arguments.key_bytes,
+            "found": run(sweep),
+            "seconds": round(time.perf_counter() - started),
+            "environment": environment(model),
+        }
+        for name, content in (
+            ("beyond.json", json.dumps(result, indent=1) + "\n"),
+            ("beyond.md", write_table(result)),
+        ):
+            with atomic_file(arguments.output / name) as path:
+                path.write_text(content, encoding="utf-8")
+            print(arguments.output / name)
+    except SpinError as error:
+        parser.exit(2, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()
