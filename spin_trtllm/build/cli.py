@@ -96,7 +96,7 @@ def _spin_fields(function: Function) -> Function:
 @_option("--output_dir", section=_BUILD, required=True, help="Directory to write the engine to.")
 @_option("--force", section=_BUILD, is_flag=True, help="Replace an earlier engine.")
 @_option("--dry_run", section=_BUILD, is_flag=True, help="Print the files instead of writing them.")
-@_option("--spin_config", section=_SPIN, metavar="FILE", help="YAML file of SPIN fields.")
+@_option("--spin_config", section=_SPIN, metavar="FILE", help="YAML file over the model's preset.")
 @_option("--spin_preset", section=_SPIN, metavar="NAME", help="Preset; default: the model's.")
 @_spin_fields
 @_option(
