@@ -229,6 +229,27 @@ def test_a_rotation_of_keys_and_queries_changes_no_score(head_dim: int) -> None:
     assert scores[0].std() > 0.1
 
 
+def test_a_scaled_rope_scales_what_it_rotates(dense: Recording) -> None:
+    weights = read_indexer_weights(dense.checkpoint, CSA_LAYERS[0])
+    step = dense.steps[CSA_LAYERS[0]][-1]
+    feeds = {"hidden": step.hidden, "query_latent": step.latent, "positions": step.positions}
+    rope = replace(rope_of(dense.checkpoint), scaling=1.5)
+    assert rope.dim == 8
+    model = indexer_network(
+        weights,
+        rope,
+        dense.checkpoint.geometry,
+        DENSE,
+        IndexerSizes(2, 1, SLOTS),
+        precision="fp32",
+        rotate=False,
+    )
+    part = nr.graph_without_plugin(model, {"query_rotated": 1})
+    (found,) = nr.ReferenceEvaluator(part).run(None, {n: t.numpy() for n, t in feeds.items()})
+    expected = torch.cat((step.query[..., :8], 1.5 * step.query[..., 8:]), -1)
+    torch.testing.assert_close(torch.tensor(found[..., :16, :16]), expected)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_fp8_keys_find_nearly_the_same(dense: Recording, precision: str) -> None:
     layer = CSA_LAYERS[0]
