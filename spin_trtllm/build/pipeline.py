@@ -28,15 +28,17 @@ from spin_trtllm.build.run_script import run_script_text
 from spin_trtllm.build.spin_settings import settle_spin
 from spin_trtllm.build.target import Target, choose_target, indexer_key_dtype
 from spin_trtllm.build.tensorrt import (
-    Engines,
     TensorrtOptions,
-    describe_engines,
     describe_networks,
     export_networks,
     folder_texts,
-    make_engines,
     move_into,
     size_networks,
+)
+from spin_trtllm.build.tensorrt_engines import (
+    Engines,
+    describe_engines,
+    make_engines,
     work_folder,
 )
 from spin_trtllm.build.triton import TritonOptions, check_model_dir, model_files, write_model
@@ -158,7 +160,7 @@ def _build_engine(
             describe_engines,
         )
         texts = folder_texts(networks, engines, config, room, options)
-        then = None if work is None else partial(move_into, work, texts)
+        then = None if work is None else partial(move_into, work, networks, engines, texts)
         _write_stage(request, stages, checkpoint, output, files, then)
     return Built(output, files, engines)
 

@@ -18,13 +18,13 @@ from checkpoints import FLASH, TINY, V32, checkpoint_dir
 from safetensors.torch import save_file
 from tensorrt_wheels import ROOT, RTX, need_plugin, wheel_environment
 
-from spin_trtllm.build import tensorrt
+from spin_trtllm.build import tensorrt_builder
 from spin_trtllm.build.checkpoint import read_checkpoint
 from spin_trtllm.build.cli import main
 from spin_trtllm.build.engine import ENGINE_FILES, load_engine
 from spin_trtllm.build.target import Target
 from spin_trtllm.errors import SpinError
-from spin_trtllm.hosts.tensorrt import FLAVOURS, read_indexer_weights
+from spin_trtllm.hosts.tensorrt import FLAVOURS, plugin_path, read_indexer_weights
 
 LAYERS = (1, 3, 4, 6)
 NETWORKS = [f"layer_{layer}.onnx" for layer in LAYERS]
@@ -60,7 +60,7 @@ def manifest(output: Path) -> dict[str, Any]:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No TensorRT here, whatever the machine has."""
-    monkeypatch.setattr(tensorrt, "installed_flavours", lambda: ())
+    monkeypatch.setattr(tensorrt_builder, "installed_flavours", lambda: ())
 
 
 @pytest.mark.usefixtures("alone")
@@ -75,7 +75,7 @@ def test_only_onnx_is_made_and_said_so(build: Any, tmp_path: Path) -> None:
     assert lines[5] == f"[6/7] build engines ... none, only ONNX: {reason}"
     folder = tmp_path / "engine" / "tensorrt"
     assert f"TensorRT: only ONNX, no engines in {folder}" in lines
-    plugin = ["libspin_trt_plugin.so"] * (tensorrt.plugin_path() is not None)
+    plugin = ["libspin_trt_plugin.so"] * (plugin_path() is not None)
     files = ["build_engines.sh", *NETWORKS, *plugin, "manifest.json"]
     assert sorted(os.listdir(folder)) == files
     assert manifest(tmp_path / "engine")["why_no_engines"] == reason
@@ -300,8 +300,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     def have(*names: str, gpu: tuple[int, int] | None = None) -> None:
         flavours = tuple(flavour for flavour in FLAVOURS if flavour.name in names)
         module = type("Module", (), {"__version__": "1.2.3"})
-        monkeypatch.setattr(tensorrt, "installed_flavours", lambda: flavours)
-        monkeypatch.setattr(tensorrt, "import_flavour", lambda name, builds: module)
+        monkeypatch.setattr(tensorrt_builder, "installed_flavours", lambda: flavours)
+        monkeypatch.setattr(tensorrt_builder, "import_flavour", lambda name, builds: module)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
 
@@ -310,8 +310,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_full_tensorrt_is_preferred(machine: Any) -> None:
     machine("tensorrt_rtx", "tensorrt", "tensorrt_lean", gpu=(9, 0))
-    found = tensorrt.choose_builder(Target(90, "as asked"))
-    assert found == tensorrt.Builder("tensorrt", "1.2.3", 90)
+    found = tensorrt_builder.choose_builder(Target(90, "as asked"))
+    assert found == tensorrt_builder.Builder("tensorrt", "1.2.3", 90)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_why_there_is_no_builder(
     machine: Any, names: tuple[str, ...], gpu: tuple[int, int] | None, sm: int, reason: str
 ) -> None:
     machine(*names, gpu=gpu)
-    found = tensorrt.choose_builder(Target(sm, "as asked"))
+    found = tensorrt_builder.choose_builder(Target(sm, "as asked"))
     assert isinstance(found, str)
     assert reason in found
 
@@ -364,12 +364,12 @@ def test_an_interrupted_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
     output = tmp_path / "engine"
     program = (
         "import sys\n"
-        "from spin_trtllm.build import cli, tensorrt\n"
-        "real = tensorrt.build_engines\n"
+        "from spin_trtllm.build import cli, tensorrt_engines as engines\n"
+        "real = engines.build_engines\n"
         "def half(jobs, **more):\n"
         "    real(jobs[:2], **more)\n"
         "    raise KeyboardInterrupt\n"
-        "tensorrt.build_engines = half\n"
+        "engines.build_engines = half\n"
         "cli.main(sys.argv[1:])\n"
     )
     given = arguments(output, "--target_sm", 120)
@@ -378,6 +378,7 @@ def test_an_interrupted_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert done.returncode == 130
     (work,) = tmp_path.glob(".spin.tensorrt.*")
     assert sorted(path.name for path in work.glob("*.engine")) == ENGINES[:2]
+    (work / "layer_5.engine").write_text("of another model")
     assert not output.exists()
 
     done = as_process(tmp_path, given)
