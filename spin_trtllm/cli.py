@@ -20,6 +20,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("serve", "Serve an engine with trtllm-serve, once this machine is fit for it."),
     "trace": ("trace", "Capture a trace of indexer scores from a checkpoint and a prompt."),
     "trace-info": ("trace_info", "Describe and check a trace file."),
+    "triton": ("triton", "Serve a model repository with Triton Inference Server."),
 }
 
 

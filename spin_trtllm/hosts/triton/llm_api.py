@@ -130,9 +130,7 @@ def _make_llm(arguments: Mapping[str, Any]) -> Any:
         from tensorrt_llm import LLM
         from tensorrt_llm.llmapi.llm_utils import update_llm_args_with_extra_dict
     except ImportError as error:
-        raise SpinError(
-            f"spin.engine: got tensorrt_llm, which cannot be imported: {error}"
-        ) from error
+        raise SpinError(f"spin.engine: cannot import tensorrt_llm: {error}") from error
     return LLM(**update_llm_args_with_extra_dict({}, dict(arguments)))
 
 

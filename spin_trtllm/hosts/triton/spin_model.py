@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spin_trtllm.errors import refuse
-from spin_trtllm.generate import check_length, forward, split_prompt
+from spin_trtllm.generate import forward, split_prompt
 from spin_trtllm.hosts.transformers import (
     SpinSession,
     SpinStats,
@@ -103,13 +103,12 @@ class SpinModel:
             SpinError: no room for it and the tokens to come.
         """
         most = self._max_tokens * self._longest_token
-        if self.tokenizer.normalizer is None and len(prompt) > most:  # a long text takes long
-            refuse("text_input", f"{len(prompt)} characters", f"1 .. {self._max_tokens} tokens")
+        if self.tokenizer.normalizer is None and len(prompt) > most:  # takes long to find out
+            refuse("text_input", f"{len(prompt)} characters", f"{self._max_tokens} tokens in all")
         ids = encode_prompt(self.tokenizer, prompt, self._model)
-        check_length(self._model, len(ids), new_tokens)
         if len(ids) + new_tokens > self._max_tokens:
-            allowed = f"{self._max_tokens} tokens, the model's max_seq_len"
-            refuse("text_input", f"{len(ids)} tokens with {new_tokens} to come", allowed)
+            given = f"{len(ids)} tokens with {new_tokens} to come"
+            refuse("text_input", given, f"{self._max_tokens} tokens in all")
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:

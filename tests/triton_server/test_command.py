@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`spin-trtllm triton`: which server it takes, what it needs, and the command that it becomes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spin_trtllm import cli
+from spin_trtllm.hosts.triton import server as module
+from spin_trtllm.hosts.triton.server import environment, find_server, missing, prepare
+
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No server anywhere, and a cache of the test's own."""
+    monkeypatch.delenv("SPIN_TRITONSERVER", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(module.sysconfig, "get_config_var", config_var)
+
+
+def config_var(name: str) -> object:
+    return {"Py_ENABLE_SHARED": 1, "LIBDIR": "/python/lib"}.get(name)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "models"
+    (folder / "tensorrt_llm").mkdir(parents=True)
+    (folder / "tensorrt_llm" / "config.pbtxt").touch()
+    return folder
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    """A folder as `pip install --target` leaves it: the files that are used, and no others."""
+    folder = tmp_path / "wheel"
+    root = folder / "pytriton" / "tritonserver"
+    script(root / "bin" / "tritonserver", 'echo "args: $*"; echo "$LD_LIBRARY_PATH"; exit 3')
+    for version in (PYTHON, "2.7"):
+        script(root / "python_backend_stubs" / version / "triton_python_backend_stub", version)
+    (root / "backends" / "python").mkdir(parents=True)
+    for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
+        (root / "backends" / "python" / name).write_text(name)
+    numpy = folder / "numpy-1.26.4.dist-info"
+    numpy.mkdir()
+    (numpy / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 1.26.4\n")
+    (folder / "numpy").mkdir()
+    (folder / "numpy" / "__init__.py").write_text("__version__ = '1.26.4'\n")
+    return folder
+
+
+def script(path: Path, body: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+def run(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["triton", *map(str, words)])
+    return stopped.value.code, *capfd.readouterr()
+
+
+def test_the_command_listens_on_loopback_only(
+    capfd: pytest.CaptureFixture[str], repository: Path, wheel: Path, tmp_path: Path
+) -> None:
+    code, out, err = run(capfd, repository, "--tritonserver", wheel, "--dry_run", "--", "--id=x")
+    assert (code, err) == (0, "")
+    (cached,) = [word for word in out.split() if word.startswith("--backend-directory=")]
+    assert cached.startswith(f"--backend-directory={tmp_path}/cache/spin-trtllm/triton-py{PYTHON}-")
+    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+        assert f" --{name}-address=127.0.0.1 --{name}-port={port} " in out
+    assert f" --model-repository={repository} " in out
+    assert out.endswith(" --id=x\n")
+    assert f"LD_LIBRARY_PATH={wheel}/nvidia_pytriton.libs:/python/lib" in out
+    assert not (tmp_path / "cache").exists()
+
+
+def test_it_becomes_the_server(repository: Path, wheel: Path, tmp_path: Path) -> None:
+    """In a process of its own, with signals and exit code the server's."""
+    words = [sys.executable, "-m", "spin_trtllm.cli", "triton", str(repository)]
+    done = subprocess.run(
+        [*words, "--tritonserver", str(wheel), "--http_port", "1234"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PATH": os.defpath},
+    )
+    if "built with it" in done.stderr:
+        pytest.skip("this Python has no shared library")
+    assert done.returncode == 3, done.stderr
+    shown, arguments, libraries = done.stdout.splitlines()
+    assert arguments.startswith(f"args: --model-repository={repository} ")
+    assert "--http-port=1234" in arguments
+    assert arguments.removeprefix("args: ").split()[0] in shown
+    assert libraries.startswith(f"{wheel}/nvidia_pytriton.libs:")
+
+
+@pytest.mark.parametrize("given", ["folder", "variable", "wheel", "path", "binary"])
+def test_which_server_is_taken(
+    given: str, wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = wheel / "pytriton" / "tritonserver" / "bin" / "tritonserver"
+    if given == "path":
+        script(tmp_path / "bin" / "tritonserver", "")
+        found = find_server()
+        assert (found.program, found.wheel) == (tmp_path / "bin" / "tritonserver", None)
+        assert list(missing(found)) == []
+        assert environment(found, {"A": "b"}) == {"A": "b"}
+        return
+    if given == "binary":
+        assert find_server(program).wheel is None
+        return
+    if given == "wheel":
+        spec = type("Spec", (), {"origin": str(wheel / "pytriton" / "__init__.py")})
+        monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: spec)
+    found = find_server(None if given == "wheel" else wheel)
+    assert (found.program, found.wheel) == (program, wheel)
+    assert list(missing(found)) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "tritonserver: none on PATH and no nvidia-pytriton here, allowed: "),
+        (["--tritonserver", "."], "--tritonserver: got '.', allowed: a folder with nvidia-pyt"),
+        (["--tritonserver", "no"], "--tritonserver: got 'no', allowed: a tritonserver that can"),
+    ],
+)
+def test_no_server(
+    capfd: pytest.CaptureFixture[str], repository: Path, words: list[str], line: str
+) -> None:
+    code, _, err = run(capfd, repository, *words)
+    assert code == 2
+    assert line in err
+    assert err.count("\n") == 1
+
+
+def test_no_repository(capfd: pytest.CaptureFixture[str], wheel: Path, tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        code, _, err = run(capfd, folder, "--tritonserver", wheel)
+        assert code == 2
+        assert "allowed: a directory that trtllm-build --triton wrote" in err
+
+
+@pytest.mark.parametrize(
+    ("lack", "line"),
+    [
+        ("stub", f"Python: got {PYTHON}, allowed: 2.7, which nvidia-pytriton has a stub for"),
+        ("numpy", "for the stub of nvidia-pytriton, allowed: 1.x: pip install --no-deps --target"),
+        ("library", "Python: got one without libNone, allowed: one that was built with it"),
+    ],
+)
+def test_what_is_missing_is_said_and_not_started(
+    lack: str,
+    line: str,
+    capfd: pytest.CaptureFixture[str],
+    repository: Path,
+    wheel: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if lack == "stub":
+        shutil.rmtree(wheel / "pytriton" / "tritonserver" / "python_backend_stubs" / PYTHON)
+    elif lack == "numpy":
+        shutil.rmtree(wheel / "numpy-1.26.4.dist-info")
+        monkeypatch.setattr(module, "_site_packages", list)
+    else:
+        monkeypatch.setattr(module.sysconfig, "get_config_var", lambda name: None)
+    code, _, err = run(capfd, repository, "--tritonserver", wheel)
+    assert code == 2
+    assert line in err
+    code, out, err = run(capfd, repository, "--tritonserver", wheel, "--dry_run")
+    assert code == 0
+    assert f"missing here: {line}" in err or line in err
+    assert "--model-repository=" in out
+
+
+def test_the_servers_python_is_this_one_with_the_wheels_numpy(wheel: Path, tmp_path: Path) -> None:
+    server = find_server(wheel)
+    prepare(server)
+    (folder,) = (tmp_path / "cache" / "spin-trtllm").iterdir()
+    backend = folder / "backends" / "python"
+    assert {path.name for path in backend.iterdir()} == {
+        "libtriton_python.so",
+        "triton_python_backend_utils.py",
+        "triton_python_backend_stub",
+    }
+    assert PYTHON in (backend / "triton_python_backend_stub").read_text()
+    assert os.access(backend / "triton_python_backend_stub", os.X_OK)
+
+    variables = environment(server, {"PATH": "/usr/bin"})
+    assert variables["PATH"] == f"{folder}/bin:/usr/bin"
+    code = (
+        "import numpy, click, importlib.util as u; "
+        "print(numpy.__version__, u.find_spec('spin_trtllm').origin)"
+    )
+    # As the stub is: without PYTHONPATH, and with what is found first on PATH.
+    python = shutil.which("python3", path=variables["PATH"])
+    assert python is not None
+    said = subprocess.run(
+        [python, "-I", "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PATH": variables["PATH"]},
+    )
+    assert said.stdout.split()[0] == "1.26.4", said.stderr
+    assert Path(said.stdout.split()[1]).resolve() == Path(module.spin_trtllm.__file__).resolve()
+
+    before = backend.stat().st_mtime_ns
+    prepare(server)  # a second start finds it ready
+    assert backend.stat().st_mtime_ns == before
+
+
+def test_a_cache_that_cannot_be_written(
+    capfd: pytest.CaptureFixture[str],
+    repository: Path,
+    wheel: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    code, _, err = run(capfd, repository, "--tritonserver", wheel)
+    assert code == 2
+    assert "cache: cannot " in err
