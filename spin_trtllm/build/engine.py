@@ -5,8 +5,9 @@
     spin.yaml       the SPIN configuration, for `TLLM_SPIN`
     llm_args.yaml   arguments for `trtllm-serve --config`
     run.sh          the command that serves it
+    tensorrt/       with --tensorrt, see `build.tensorrt`
 
-It holds no weights and no compiled code: it names the checkpoint by fingerprint, so that both
+But for the last it holds no weights and no compiled code: it names the checkpoint by fingerprint, so that both
 directories can be moved.
 """
 

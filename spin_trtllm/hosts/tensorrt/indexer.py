@@ -13,7 +13,6 @@ because between two indexers lies the rest of the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,17 +25,10 @@ from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import check_integer, refuse
 from spin_trtllm.geometry import count_blocks
 from spin_trtllm.hosts.tensorrt.nodes import PAGE_SLOTS, node_fields
-from spin_trtllm.hosts.tensorrt.onnx_nodes import (
-    DOMAIN,
-    DOMAIN_VERSION,
-    import_onnx,
-    make_onnx_node,
-)
+from spin_trtllm.hosts.tensorrt.onnx_graph import Graph, Shape
+from spin_trtllm.hosts.tensorrt.onnx_nodes import make_onnx_node
 from spin_trtllm.hosts.tensorrt.rope import Rope
 from spin_trtllm.hosts.tensorrt.weights import IndexerWeights
-
-OPSET = 19  # the first with fp8; TensorRT 10.3 reads up to 20
-IR_VERSION = 9
 
 KERNEL_HEADS = (32, 64)
 KERNEL_HEAD_DIM = 128
@@ -52,8 +44,6 @@ PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype]] = {
 
 # Dimensions that an engine may be built for a range of.
 SEQUENCES, PAGES, TABLE_PAGES = "sequences", "pages", "table_pages"
-
-Shape = Sequence[int | str]
 
 
 @dataclass(frozen=True)
@@ -162,7 +152,7 @@ def indexer_network(
     if config.top_k != geometry.top_k:
         refuse("config.top_k", config.top_k, f"{geometry.top_k}, the model's index_topk")
     heads = _kernel_heads(geometry, rope)
-    graph = _Graph(*PRECISIONS[precision])
+    graph = Graph(*PRECISIONS[precision])
     fields = node_fields(
         "SpinIndexer",
         config,
@@ -223,7 +213,7 @@ def _kernel_heads(geometry: IndexerGeometry, rope: Rope) -> int:
 # ---- the parts ----
 
 
-def _query(graph: _Graph, weights: IndexerWeights, rope: Rope, heads: int, rotate: bool) -> float:
+def _query(graph: Graph, weights: IndexerWeights, rope: Rope, heads: int, rotate: bool) -> float:
     """`query` `[S, R, heads, 128]`: projected, rotated by position and, maybe, by Hadamard.
 
     The projection's outputs are put in the order plain, even, odd, so that RoPE needs no
@@ -264,7 +254,7 @@ def _query(graph: _Graph, weights: IndexerWeights, rope: Rope, heads: int, rotat
     return scale
 
 
-def _angles(graph: _Graph, rope: Rope) -> tuple[str, str]:
+def _angles(graph: Graph, rope: Rope) -> tuple[str, str]:
     """Cosine and sine of every row's position: fp32 `[S, R, 1, rope_dim / 2]`."""
     position = graph.cast("positions", torch.float32)
     column = graph.node("Unsqueeze", [position, graph.integers((-1, -2))], "position_column")
@@ -280,7 +270,7 @@ def _angles(graph: _Graph, rope: Rope) -> tuple[str, str]:
     return both[0], both[1]
 
 
-def _head_weights(graph: _Graph, weights: IndexerWeights, heads: int, query_scale: float) -> None:
+def _head_weights(graph: Graph, weights: IndexerWeights, heads: int, query_scale: float) -> None:
     """`weights` fp32 `[S, R, heads]`, all factors of the score included."""
     filled = torch.zeros(heads, weights.heads.shape[1])
     filled[: len(weights.heads)] = weights.heads
@@ -327,94 +317,3 @@ def hadamard(size: int) -> Tensor:
     for _ in range(int(math.log2(size))):
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
     return matrix
-
-
-# ---- writing it down ----
-
-
-class _Graph:
-    """Collects an ONNX graph: tensors are known by name, and a node is named after its output."""
-
-    def __init__(self, dtype: torch.dtype, storage: torch.dtype) -> None:
-        self._onnx = import_onnx()
-        self.dtype = dtype
-        self.nodes: list[Any] = []
-        self._storage = storage
-        self._inputs: list[Any] = []
-        self._outputs: list[Any] = []
-        self._constants: dict[str, Any] = {}
-
-    @property
-    def input_names(self) -> list[str]:
-        return [tensor.name for tensor in self._inputs]
-
-    def input(self, name: str, dtype: torch.dtype, shape: Shape) -> None:
-        self._inputs.append(self._tensor(name, dtype, shape))
-
-    def output(self, name: str, dtype: torch.dtype, shape: Shape) -> None:
-        self._outputs.append(self._tensor(name, dtype, shape))
-
-    def node(self, operation: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
-        made = self._onnx.helper.make_node(operation, inputs, [output], output, **attributes)
-        self.nodes.append(made)
-        return output
-
-    def cast(self, tensor: str, dtype: torch.dtype, output: str | None = None) -> str:
-        output = output or f"{tensor}_as_{str(dtype).removeprefix('torch.')}"
-        return self.node("Cast", [tensor], output, to=self._type(dtype))
-
-    def reshape(self, tensor: str, shape: Sequence[int], output: str) -> str:
-        return self.node("Reshape", [tensor, self.integers(shape)], output)
-
-    def split(self, tensor: str, parts: Sequence[int], outputs: Sequence[str]) -> None:
-        inputs = [tensor, self.integers(parts)]
-        made = self._onnx.helper.make_node("Split", inputs, outputs, f"{tensor}_split", axis=-1)
-        self.nodes.append(made)
-
-    def integers(self, values: Sequence[int]) -> str:
-        name = "integers_" + "_".join(str(value).replace("-", "minus") for value in values)
-        return self.constant(name, torch.tensor(values), torch.int64)
-
-    def constant(self, name: str, value: Tensor, dtype: torch.dtype | None = None) -> str:
-        """A constant in a dtype; None: the one that the network computes in."""
-        stored = value.to(dtype or self.dtype).contiguous()
-        tensor = self._onnx.TensorProto(
-            name=name, data_type=self._type(stored.dtype), dims=stored.shape
-        )
-        tensor.raw_data = stored.reshape(-1).view(torch.uint8).numpy().tobytes()
-        self._constants[name] = tensor
-        return name
-
-    def weight(self, name: str, value: Tensor) -> str:
-        """A matrix `[in, out]` in the precision's storage, widened again where that is fp8."""
-        if self._storage.itemsize > 1:
-            return self.constant(name, value)
-        scale = value.abs().amax(0).clamp(min=1e-12) / torch.finfo(self._storage).max
-        scale = scale.to(self.dtype)
-        stored = self.constant(f"{name}_e4m3", value / scale.float(), self._storage)
-        inputs = [stored, self.constant(f"{name}_scale", scale)]
-        return self.node("DequantizeLinear", inputs, name, axis=1)
-
-    def model(self, name: str) -> Any:
-        helper = self._onnx.helper
-        graph = helper.make_graph(
-            self.nodes, name, self._inputs, self._outputs, list(self._constants.values())
-        )
-        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, DOMAIN_VERSION)]
-        return helper.make_model(
-            graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="spin-trtllm"
-        )
-
-    def _tensor(self, name: str, dtype: torch.dtype, shape: Shape) -> Any:
-        return self._onnx.helper.make_tensor_value_info(name, self._type(dtype), list(shape))
-
-    def _type(self, dtype: torch.dtype) -> int:
-        types: Mapping[torch.dtype, str] = {
-            torch.float32: "FLOAT",
-            torch.float16: "FLOAT16",
-            torch.bfloat16: "BFLOAT16",
-            torch.float8_e4m3fn: "FLOAT8E4M3FN",
-            torch.int32: "INT32",
-            torch.int64: "INT64",
-        }
-        return int(self._onnx.TensorProto.DataType.Value(types[dtype]))
