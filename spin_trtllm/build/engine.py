@@ -7,8 +7,8 @@
     run.sh          the command that serves it
     tensorrt/       with --tensorrt, see `build.tensorrt`
 
-But for the last it holds no weights and no compiled code: it names the checkpoint by fingerprint, so that both
-directories can be moved.
+But for the last it holds no weights and no compiled code: it names the checkpoint by fingerprint,
+so that both directories can be moved.
 """
 
 from __future__ import annotations
