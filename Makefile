@@ -187,3 +187,25 @@ $(TENSORRT_DONE): requirements/tensorrt.txt $(DEPS_DONE)
 		$(PIP_INSTALL) --no-deps --target $(VENV)/tensorrt/$$name -r $(VENV)/.requirements-$$name || \
 			{ all=; echo "setup: no $$name; its tests are skipped" >&2; }; done; \
 	test -z "$$all" || touch $@
+
+# A Triton server for tests and the demo. Where the wheel cannot be had, its tests skip themselves.
+TRITON_DONE := $(VENV)/.stamp-triton
+TRITON := SPIN_TRITONSERVER=$(CURDIR)/$(VENV)/triton
+
+.PHONY: triton triton-demo triton-soak
+triton: $(TRITON_DONE) ## the Triton server that PyPI has (about 75 MB)
+	@:
+
+test: $(TRITON_DONE)
+
+triton-demo: setup $(TRITON_DONE) ## serve the tiny model with Triton and ask it; results go to build/triton-demo
+	@$(TRITON) $(PY) -m spin_trtllm.triton_demo --output build/triton-demo
+
+triton-soak: setup $(TRITON_DONE) ## Triton's cost, 6,400 requests of 32 clients, 10,000 good and bad ones
+	@$(TRITON) $(PY) benchmarks/bench_triton.py
+
+$(TRITON_DONE): requirements/triton.txt $(DEPS_DONE)
+	@echo "setup: installing requirements/triton.txt"
+	@rm -rf $(VENV)/triton
+	@$(PIP_INSTALL) --no-deps --only-binary=:all: --target $(VENV)/triton -r $< && touch $@ || \
+		echo "setup: no Triton server; its tests are skipped" >&2

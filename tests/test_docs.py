@@ -28,6 +28,7 @@ DOCUMENTS = [
     ROOT / "docs/kernels.md",
     ROOT / "docs/quality.md",
     ROOT / "docs/tensorrt-llm.md",
+    ROOT / "docs/triton.md",
     ROOT / "docs/tensorrt.md",
     ROOT / "benchmarks/tiny_model/README.md",
 ]
