@@ -30,8 +30,9 @@ class _Serve(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            error.message += f" Those of {PROGRAM} come after `--`."
-            raise
+            raise click.UsageError(
+                f"{error.format_message()} Those of {PROGRAM} come after `--`.", ctx
+            ) from error
 
 
 @click.command("serve", cls=_Serve)
