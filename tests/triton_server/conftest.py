@@ -80,10 +80,12 @@ def tritonserver() -> str | None:
 def server(
     repository: Path, tritonserver: str | None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServer]:
-    """The server. Tests leave both models loaded."""
-    log = tmp_path_factory.mktemp("log") / "server.log"
-    with running_server(repository, log=log, tritonserver=tritonserver) as running:
-        yield running
+    """The server, with a cache of its own. Tests leave both models loaded."""
+    folder = tmp_path_factory.mktemp("server")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        with running_server(repository, log=folder / "log", tritonserver=tritonserver) as running:
+            yield running
 
 
 @pytest.fixture(scope="session")

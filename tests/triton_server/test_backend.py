@@ -243,6 +243,35 @@ def test_no_streams_from_a_model_that_answers_once(
     assert engine.closed
 
 
+@pytest.mark.parametrize("name", ["transformers", "tensorrt_llm"])
+def test_the_engine_is_the_one_that_model_yaml_names(
+    backend: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    from spin_trtllm.hosts.triton import embedded, llm_api
+
+    class NoMetrics(Exception):
+        pass
+
+    class Family:
+        COUNTER, GAUGE = "counter", "gauge"
+
+        def __init__(self, **_: Any) -> None:
+            raise NoMetrics("metrics are off")
+
+    utils = sys.modules["triton_python_backend_utils"]
+    monkeypatch.setattr(utils, "MetricFamily", Family, raising=False)
+    monkeypatch.setattr(utils, "TritonModelException", NoMetrics, raising=False)
+    made: list[Any] = []
+    monkeypatch.setattr(embedded, "EmbeddedEngine", lambda settings, show: made.append(show))
+    monkeypatch.setattr(llm_api, "LlmApiEngine", made.append)
+    (folder / "model.yaml").write_text(f"{{model: m, spin: {{engine: {name}}}}}")
+    backend.TritonPythonModel().initialize(arguments())
+    if name == "transformers":
+        made[0](Snapshot(steps=1))  # shown nowhere, for the server has no metrics
+    else:
+        assert made[0].settled_engine() == name
+
+
 # ---- metrics ----
 
 

@@ -145,3 +145,21 @@ def test_idle_is_told_after_the_last_job() -> None:
     assert idle.wait(SECONDS)
     assert log == ["a", "a"]
     scheduler.close()
+
+
+def test_a_broken_listener_is_told_once_and_harms_no_job() -> None:
+    log: list[str] = []
+    told: list[None] = []
+
+    def broken() -> None:
+        told.append(None)
+        raise RuntimeError("made up")
+
+    scheduler = Scheduler(4, max_waiting=4, on_idle=broken)
+    for _ in range(3):
+        job = Steps("a", 1, log)
+        scheduler.submit(job)
+        assert job.done.wait(SECONDS)
+    scheduler.close()
+    assert len(told) == 1
+    assert log == ["a"] * 3

@@ -9,13 +9,14 @@ senders, so `execute` returns at once.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from spin_trtllm.errors import SpinError, refuse
+from spin_trtllm.hosts.triton.metrics import TritonMetrics
 from spin_trtllm.hosts.triton.model_settings import (
     TRANSFORMERS,
     ModelSettings,
@@ -24,6 +25,7 @@ from spin_trtllm.hosts.triton.model_settings import (
 from spin_trtllm.hosts.triton.reply import CANCELLED_BY_CLIENT, Engine, Failure, Output
 from spin_trtllm.hosts.triton.request import Wanted, parse_request
 from spin_trtllm.hosts.triton.tensors import INPUTS, PERF_METRICS, SPARSITY, TensorSpec
+from spin_trtllm.hosts.trtllm.counters import Snapshot
 
 _NUMPY = {"INT32": np.int32, "INT64": np.int64, "FP32": np.float32}
 
@@ -118,12 +120,20 @@ def _make_engine(settings: ModelSettings, model_name: str) -> Engine:
     pb_utils.Logger.log_info(f"SPIN: model {model_name} with engine {engine}")
     if engine == TRANSFORMERS:
         from spin_trtllm.hosts.triton.embedded import EmbeddedEngine
-        from spin_trtllm.hosts.triton.metrics import TritonMetrics
 
-        return EmbeddedEngine(settings, show=TritonMetrics(pb_utils, model_name).show)
+        return EmbeddedEngine(settings, show=_metrics_of(model_name))
     from spin_trtllm.hosts.triton.llm_api import LlmApiEngine
 
     return LlmApiEngine(settings)
+
+
+def _metrics_of(model_name: str) -> Callable[[Snapshot], None]:
+    """What shows counts among Triton's metrics; nothing where the server was told to have none."""
+    try:
+        return TritonMetrics(pb_utils, model_name).show
+    except pb_utils.TritonModelException as error:
+        pb_utils.Logger.log_info(f"SPIN: no metrics of {model_name}: {error}")
+        return lambda _: None
 
 
 def _check_policy(config: Mapping[str, Any], settings: ModelSettings) -> None:

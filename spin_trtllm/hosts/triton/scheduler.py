@@ -79,9 +79,16 @@ class Scheduler:
                 if not _take_turn(job):
                     self._active.remove(job)
             if not self._active:
-                self._on_idle()
+                self._tell_idle()
         for job in (*self._active, *self._waiting):
             _end(job, "the model was unloaded", Failure.UNAVAILABLE)
+
+    def _tell_idle(self) -> None:
+        try:
+            self._on_idle()
+        except Exception:  # whatever it was for, requests matter more
+            _logger.exception("idle is told no more")
+            self._on_idle = lambda: None
 
     def _admit(self) -> bool:
         """Let jobs in, waiting for one where there is none. False when closed."""
