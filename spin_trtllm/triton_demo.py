@@ -26,7 +26,7 @@ from spin_trtllm.hosts.triton.running import RunningServer, running_server
 from spin_trtllm.hosts.triton.server import SERVER_VARIABLE
 
 PROMPT = "This License does not grant permission to use the trade names, trademarks, service "
-PROMPTS = (PROMPT, PROMPT * 12)  # too short for SPIN to skip anything, and not
+PROMPTS = (PROMPT, PROMPT * 11)  # too short for SPIN to skip anything, and not
 NEW_TOKENS = 48
 STREAM = "stream"
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,24 @@ def assert_refused(ran: Ran, tmp_path: Path, *fragments: str) -> None:
     for fragment in fragments:
         assert fragment in ran.err
     assert not (tmp_path / "engine").exists()
+
+
+def test_the_document_quotes_the_committed_run() -> None:
+    root = Path(__file__).parents[2]
+    result = json.loads((root / "benchmarks/results/triton-cpu.json").read_text())
+    text = (root / "docs/triton.md").read_text(encoding="utf-8")
+    overhead, streams = result["overhead"], result["streams"]
+    clients, soak = result["clients"], result["soak"]
+    outcomes = soak["outcomes"]
+    for quoted in (
+        f"| {overhead['direct_seconds']:.3f} s |",
+        f"| {overhead['triton_seconds']:.3f} s |",
+        f"| {streams['sequence_seconds']:.3f} s |",
+        f"| {streams['together_seconds']:.3f} s |",
+        f"| {streams['tokens_of_slowest_when_first_ends']} |",
+        f"| {clients['as_generate']:,} of {clients['requests']:,} |",
+        f"| {outcomes['answered']:,}, {outcomes['refused']:,} |",
+        f"| {soak['growth_after_first_tenth']:.1%} |".replace("%", " %"),
+    ):
+        assert quoted in text
+    assert sum(outcomes.values()) == outcomes["answered"] + outcomes["refused"] == soak["requests"]

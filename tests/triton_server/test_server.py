@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ import numpy as np
 import pytest
 from serving import MAX_TOKENS, SECONDS, Direct, Stream, inputs, metric, text_of, wait_for
 
+from spin_trtllm import triton_demo
 from spin_trtllm.hosts.triton.running import RunningServer, running_server, stop
 
 grpc = pytest.importorskip("tritonclient.grpc")
@@ -336,6 +341,34 @@ def test_counters_are_among_tritons_metrics(server: RunningServer, client: Any) 
     kept = metric(server.metrics, "spin_kept_slots_total", model)
     assert 0 < kept < metric(server.metrics, "spin_visible_slots_total", model)
     assert metric(server.metrics, "spin_state_bytes", model) > 0
+
+
+# ---- the demo and the example, on this server ----
+
+
+def test_the_demo(
+    server: RunningServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(triton_demo, "running_server", lambda *_, **__: nullcontext(server))
+    triton_demo.command.main(["--output", str(tmp_path)], standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert shown.count("\n$ trtllm-build --use_spin ") == 2
+    assert (tmp_path / "models" / "stream" / "1" / "model.yaml").is_file()
+    assert len(re.findall(r"blocks skipped: [1-9]\d\.\d%", shown)) == 2
+    assert 'spin_steps_total{model="stream"}' in shown
+
+
+@pytest.mark.parametrize("options", [[], ["--model", "stream", "--stream"]])
+def test_the_example_client(server: RunningServer, direct: Direct, options: list[str]) -> None:
+    client = Path(__file__).parents[2] / "docs" / "triton_client.py"
+    words = [sys.executable, str(client), "Grüße", "--url", server.grpc, "--max_tokens", "9"]
+    said = subprocess.run([*words, *options], capture_output=True, text=True, timeout=SECONDS)
+    assert said.returncode == 0, said.stderr
+    prompt = "" if options else "Grüße"
+    assert said.stdout.startswith(prompt + direct.text("Grüße", 9))
 
 
 # ---- the server's life ----

@@ -36,7 +36,7 @@ WHEEL = "nvidia-pytriton"
 
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 _STUB = "triton_python_backend_stub"
-_ENDED_NUMPY = 2  # first major version that the wheel's stub cannot read
+_FIRST_BAD_NUMPY = 2  # major version that the wheel's stub cannot read
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,13 @@ def missing(server: Server) -> Iterator[str]:
         has = sorted(path.name for path in _stub(server.wheel).parent.parent.iterdir())
         yield f"Python: got {_PYTHON}, allowed: {', '.join(has)}, which {WHEEL} has a stub for"
     version = _numpy_version(server.wheel)
-    if version is None or int(version.partition(".")[0]) >= _ENDED_NUMPY:
+    if version is None or int(version.partition(".")[0]) >= _FIRST_BAD_NUMPY:
         yield (
             f"numpy: got {version or 'none'} for the stub of {WHEEL}, allowed: 1.x: "
             f"pip install --no-deps --target {server.wheel} 'numpy<2'"
         )
-    library = sysconfig.get_config_var("INSTSONAME")
     if not sysconfig.get_config_var("Py_ENABLE_SHARED"):
-        yield f"Python: got one without lib{library}, allowed: one that was built with it"
+        yield f"Python: got one without libpython{_PYTHON}.so, allowed: one that has it"
 
 
 def environment(server: Server, base: Mapping[str, str]) -> dict[str, str]:
