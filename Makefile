@@ -100,12 +100,18 @@ kernels: $(KERNEL_LIBRARY) ## build libspin.so for one architecture (ARCH=90a, 1
 plugin: $(PLUGIN_LIBRARY) ## build libspin_trt_plugin.so, SPIN's nodes for TensorRT (ARCH as for kernels)
 	@:
 
-gpu-test: kernels ## tests of the kernels on this machine's GPU
-	@SPIN_LIBRARY=$(CURDIR)/$(KERNEL_LIBRARY) $(PYTHON) -m pytest -p no:cacheprovider tests/gpu $(PYTEST_ARGS)
+# The plugin, too, where TensorRT's headers are: without it its tests skip themselves.
+WITH_PLUGIN = $(if $(TENSORRT_HEADERS),$(MAKE) --no-print-directory plugin,:)
+ON_GPU = SPIN_LIBRARY=$(CURDIR)/$(KERNEL_LIBRARY) PYTHONPATH=$(CURDIR) $(PYTHON)
 
-gpu-bench: kernels ## benchmarks on this machine's GPU: a decode step, alone and under the hook
-	@for name in step trtllm_step; do \
-		SPIN_LIBRARY=$(CURDIR)/$(KERNEL_LIBRARY) PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/bench_$$name.py || exit; done
+gpu-test: kernels ## tests of the kernels on this machine's GPU
+	@$(WITH_PLUGIN)
+	@$(ON_GPU) -m pytest -p no:cacheprovider tests/gpu $(PYTEST_ARGS)
+
+gpu-bench: kernels ## benchmarks on this machine's GPU: a step, alone, under the hook and in TensorRT's nodes
+	@$(WITH_PLUGIN)
+	@for name in step trtllm_step $(if $(TENSORRT_HEADERS),tensorrt_plugin); do \
+		$(ON_GPU) benchmarks/bench_$$name.py || exit; done
 
 clean: ## remove build outputs and caches (.venv stays)
 	@rm -rf build dist *.egg-info .coverage htmlcov .hypothesis .mypy_cache .pytest_cache .ruff_cache
