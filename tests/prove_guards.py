@@ -152,7 +152,7 @@ def read_changes(path: Path) -> Iterator[Change]:
             old, new = [], []
         if mark == "~ ":
             file, reason = text.split(": ", 1)
-        elif line.startswith(("test_", "trtllm/test_")):
+        elif line.startswith(("test_", "trtllm/test_", "triton_server/test_")):
             test = line
 
 

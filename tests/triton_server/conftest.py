@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import CONFIG, MAX_TOKENS, Direct
+from serving import CONFIG, MAX_TOKENS, Direct, byte_tokenizer
 
-from spin_trtllm import tiny
 from spin_trtllm.build.cli import main as trtllm_build
 from spin_trtllm.errors import SpinError
 from spin_trtllm.hosts.triton.running import RunningServer, running_server
@@ -22,14 +20,14 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model that takes a few milliseconds a token, with the tiny model's tokenizer."""
+    """A random model that takes a few milliseconds a token; a token is a byte."""
     pytest.importorskip("transformers")
     from tiny_models import tiny_model
 
     folder = tmp_path_factory.mktemp("triton") / "checkpoint"
     model = tiny_model(vocab_size=272, bos_token_id=256, eos_token_id=257)
     model.save_pretrained(folder)
-    shutil.copy(tiny.checkpoint_path() / "tokenizer.json", folder)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
 

@@ -54,6 +54,17 @@ class Direct:
         return str(self._tokenizer.decode(self.tokens(prompt, max_tokens)))
 
 
+def byte_tokenizer() -> Any:
+    """A tokenizer of 256 tokens, one for each byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def inputs(client: ModuleType, text: object, **values: Any) -> list[Any]:
     """Tensors for `tritonclient.http` or `.grpc`; `max_tokens=3` is `sampling_param_max_tokens`."""
     values = {"text_input": text, **values}

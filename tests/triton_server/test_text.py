@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spin_trtllm.hosts.triton.text import Detokenizer, StopWords
@@ -69,6 +69,7 @@ words = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 
 
 @given(st.lists(st.text("abc", max_size=3)), words)
+@example(["ca", "b"], ["ab"])
 def test_stop_words_across_pieces(pieces: list[str], stop: list[str]) -> None:
     """Whatever the pieces: the first stop word is found, and nothing of it was shown before."""
     stop_words, text, shown = StopWords(stop), "", ""
