@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_models import tiny_model
 
     folder = tmp_path_factory.mktemp("triton") / "checkpoint"
-    model = tiny_model(vocab_size=272, bos_token_id=256, eos_token_id=257)
+    model = tiny_model(vocab_size=272, bos_token_id=256, eos_token_id=None)  # no early ends
     model.save_pretrained(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
