@@ -110,6 +110,10 @@ def test_equal_budgets_are_spin(trace):
     spin = outcomes(SpinPolicy(CONFIG, trace), trace)
     layers = outcomes(LayerBudgets(CONFIG, trace, [0.5, 0.5]), trace)
     assert all(same(*pair) for pair in zip(spin, layers, strict=True))
+    spin = outcomes(SpinPolicy(CONFIG, trace, variant=VerticalOnly), trace)
+    assert not all(same(*pair) for pair in zip(spin, layers, strict=True))
+    layers = outcomes(LayerBudgets(CONFIG, trace, [0.5, 0.5], variant=VerticalOnly), trace)
+    assert all(same(*pair) for pair in zip(spin, layers, strict=True))
 
 
 def test_layers_have_budgets_of_their_own(trace):
@@ -254,7 +258,6 @@ def test_arms_are_compared_at_the_baselines_bytes():
             "documents": 2,
             "context_bytes": 10,
             "key_bytes": 132,
-            "seconds": 1,
             "environment": {"device": "a machine", "date": "today"},
         }
     )

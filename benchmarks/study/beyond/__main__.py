@@ -19,12 +19,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.study.beyond.arms import ARMS, BASELINE, PER_LAYER, SPARSITIES, Arm
+from benchmarks.study.beyond.arms import ARMS, SPARSITIES, Arm
 from benchmarks.study.beyond.capture import TASKS, capture, trace_path
 from benchmarks.study.beyond.findings import ByTarget, find, layer_targets
 from benchmarks.study.beyond.measure import Document, Figures, load, measure, save
 from benchmarks.study.beyond.table import write_table
-from benchmarks.study.beyond.variants import LayerBudgets
 from benchmarks.tiny_model.corpus import load_corpus
 from spin_trtllm import __version__, tiny
 from spin_trtllm.demo import environment
@@ -60,13 +59,13 @@ class Sweep:
         """An arm's figures, measured now unless they are there.
 
         Args:
-            truths: of the documents; known: the baseline's figures, empty for itself.
+            truths: of the documents; known: figures of the arm that it is calibrated on, if any.
         """
         arm = ARMS[name]
         path = self.output / "figures" / f"{self._digest(name, arm)}.npz"
         if not path.exists():
             found = [
-                [self._measure(arm, name, n, truths, known, target) for n in range(len(truths))]
+                [self._measure(arm, n, truths, known, target) for n in range(len(truths))]
                 for target in SPARSITIES
             ]
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +75,6 @@ class Sweep:
     def _measure(
         self,
         arm: Arm,
-        name: str,
         number: int,
         truths: Sequence[Document],
         known: ByTarget,
@@ -84,14 +82,21 @@ class Sweep:
     ) -> Figures:
         trace = Trace(trace_path(self.traces, *self.documents[number], arm.view))
         make = arm.make
-        if name == PER_LAYER:  # from the documents of the other parity
+        if arm.by_layer is not None:  # from the documents of the other parity
             others = range((number + 1) % 2, len(truths), 2)
-            make = partial(LayerBudgets, targets=layer_targets(known, others, target))
+            make = partial(make, targets=layer_targets(known, others, target))
         policy = make(arm.config(target), trace)
         return measure(policy, trace, truths[number], arm, self.key_bytes)
 
     def _digest(self, name: str, arm: Arm) -> str:
-        facts = [VERSION, __version__, name, asdict(arm.config(0.0)), arm.bytes_a_slot]
+        facts = [
+            VERSION,
+            __version__,
+            name,
+            asdict(arm.config(0.0)),
+            arm.bytes_a_slot,
+            arm.by_layer,
+        ]
         facts += [SPARSITIES, self.key_bytes, list(self.documents), self._traces_digest()]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
@@ -110,7 +115,7 @@ def run(sweep: Sweep) -> dict:
     figures: dict[str, ByTarget] = {}
     for number, name in enumerate(ARMS, 1):
         started = time.perf_counter()
-        figures[name] = sweep.figures(name, truths, figures.get(BASELINE, []))
+        figures[name] = sweep.figures(name, truths, figures.get(ARMS[name].by_layer or "", []))
         seconds = time.perf_counter() - started
         print(f"[{number}/{len(ARMS)}] {name}: {seconds:.0f} s", flush=True)
     return find(figures, [task for task, _ in sweep.documents])
@@ -127,7 +132,6 @@ def main() -> None:
     parser.add_argument("--key-bytes", type=int, default=KEY_BYTES, help="of an indexer key")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a decode step is many small operations
-    started = time.perf_counter()
     documents = [(task, n) for task in TASKS for n in range(arguments.documents)]
     sweep = Sweep(arguments.output, documents, arguments.key_bytes)
     try:
@@ -150,11 +154,10 @@ def main() -> None:
             "context_bytes": arguments.context_bytes,
             "key_bytes": arguments.key_bytes,
             "found": run(sweep),
-            "seconds": round(time.perf_counter() - started),
             "environment": environment(model),
         }
         for name, content in (
-            ("beyond.json", json.dumps(result, indent=1) + "\n"),
+            ("beyond.json", json.dumps(result) + "\n"),
             ("beyond.md", write_table(result)),
         ):
             with atomic_file(arguments.output / name) as path:

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.study.beyond.capture import VIEWS
 from benchmarks.study.beyond.variants import (
     E4m3State,
+    LayerBudgets,
     Log8State,
     NewestRead,
     Surprise,
@@ -19,13 +20,11 @@ from benchmarks.study.beyond.variants import (
 )
 from spin_trtllm.config import SpinConfig, preset
 from spin_trtllm.replay.policies import Policy, SpinPolicy
-from spin_trtllm.replay.trace import Trace
 
 SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.65)
 BASELINE = "spin"
-PER_LAYER = "budget by layer"  # its policy depends on what the baseline missed elsewhere
 
-MakePolicy = Callable[[SpinConfig, Trace], Policy]
+MakePolicy = Callable[..., Policy]  # of a configuration and a trace
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,8 @@ class Arm:
         make: its policy.
         averages: of every slot that are stored: V and D, V, or none.
         average_bytes: of one of them; None: what the configuration stores.
+        by_layer: the arm whose misses on other documents decide the budget of each layer, which
+            `make` then takes as `targets`; None: all layers have the same.
     """
 
     group: str
@@ -45,6 +46,7 @@ class Arm:
     make: MakePolicy = SpinPolicy
     averages: int = 2
     average_bytes: int | None = None
+    by_layer: str | None = None
 
     def config(self, target_sparsity: float) -> SpinConfig:
         """Settled but for the top-k."""
@@ -111,7 +113,21 @@ ARMS: dict[str, Arm] = {
         )
         for q in (0.3, 0.5)
     },
-    PER_LAYER: Arm("adaptive"),
+    "budget by layer": Arm("adaptive", make=LayerBudgets, by_layer=BASELINE),
+    "query 0.3, budget by layer": replace(
+        _query(0.3), group="adaptive", make=LayerBudgets, by_layer="query 0.3"
+    ),
+    "query alone, budget by layer": replace(
+        _QUERY_ALONE, group="adaptive", make=LayerBudgets, by_layer="query alone"
+    ),
+    "vertical, log 8 bit, budget by layer": Arm(
+        "adaptive",
+        {"state_dtype": "fp32"},
+        make=partial(LayerBudgets, variant=VerticalLog8),
+        averages=1,
+        average_bytes=1,
+        by_layer="vertical, log 8 bit",
+    ),
     "budget by newest": Arm("adaptive", make=NewestRead),
     "budget by surprise": Arm("adaptive", make=Surprise),
 }

@@ -100,7 +100,7 @@ def layer_targets(
     Sparsity is given out step by step, each to the layer that then misses least more.
 
     Args:
-        by_target: the baseline's figures at `SPARSITIES`; calibrate: documents to look at.
+        by_target: an arm's figures at `SPARSITIES`; calibrate: documents to look at.
         target: mean over the layers.
     """
     curves = np.array(

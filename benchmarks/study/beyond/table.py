@@ -29,8 +29,7 @@ def _head(result: dict[str, Any]) -> str:
         f"{result['documents']} documents of each task, {result['context_bytes']:,} bytes read "
         f"before the first of about 240 steps; keys of {result['key_bytes']} bytes. In brackets: "
         f"the difference from `{BASELINE}` with its 95 % interval; less is better. "
-        f"{result['environment']['device']}, {result['environment']['date']}, "
-        f"{result['seconds']} s."
+        f"{result['environment']['device']}, {result['environment']['date']}."
     )
 
 

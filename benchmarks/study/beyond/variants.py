@@ -85,10 +85,12 @@ class VerticalLog8(VerticalOnly, Log8State):
 class Budgeted(Policy):
     """SPIN whose target sparsity may differ by layer and by step, one row a step."""
 
-    def __init__(self, config: SpinConfig, trace: Trace) -> None:
+    def __init__(
+        self, config: SpinConfig, trace: Trace, *, variant: type[SpinVariant] = SpinVariant
+    ) -> None:
         super().__init__(config, trace)
         self._spins = [
-            SpinVariant(
+            variant(
                 self.config,
                 SpinState([layer], sequences=1, slots=trace.slots, dtype=config.storage_dtype),
                 ratio=trace.ratio,
@@ -106,12 +108,17 @@ class Budgeted(Policy):
     def step(self, step: TraceStep) -> Outcome:
         """One decode step, layer by layer."""
         found = []
+        queries = step.query_scores if self.config.query_share_ppm else None
         for index, (spin, target) in enumerate(zip(self._spins, self.targets(), strict=True)):
             spin.config = replace(self.config, target_sparsity=target)
+            here = slice(index, index + 1)
             plan = spin.plan(
-                [self.layers[index]], [self.sequence_id], step.positions_tokens.unsqueeze(0)
+                [self.layers[index]],
+                [self.sequence_id],
+                step.positions_tokens.unsqueeze(0),
+                None if queries is None else queries[here],
             )
-            scores = step.scores[index : index + 1]
+            scores = step.scores[here]
             found.append((plan.warm, plan.selection, spin.top_k(plan, scores)))
             spin.observe(plan, scores, torch.full(plan.warm.shape, step.accepted))
         warm, selections, picks = zip(*found, strict=True)
@@ -127,8 +134,15 @@ class Budgeted(Policy):
 class LayerBudgets(Budgeted):
     """A target for each layer, the same in every step."""
 
-    def __init__(self, config: SpinConfig, trace: Trace, targets: Sequence[float]) -> None:
-        super().__init__(config, trace)
+    def __init__(
+        self,
+        config: SpinConfig,
+        trace: Trace,
+        targets: Sequence[float],
+        *,
+        variant: type[SpinVariant] = SpinVariant,
+    ) -> None:
+        super().__init__(config, trace, variant=variant)
         self._targets = targets
 
     def targets(self) -> Sequence[float]:
