@@ -283,7 +283,7 @@ class Node:
         status = self.host.calls.host_output_types(self.plugin, types, given, made, count)
         shapes, constant = (Dims * count)(), (c_int32 * (8 * count))()
         given_dims = (Dims * given)(*(d.dims for d in inputs))
-        arguments = (self.plugin, given_dims, given, shapes, constant, count)
+        arguments = (self.plugin, given_dims, given, shapes, constant, count, 0)
         status = status or self.host.calls.host_output_shapes(*arguments)
         if status:
             raise ValueError(self.host.log())

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "log.h"
+#include "text.h"
 
 namespace spin::trt {
 namespace {
@@ -141,9 +142,6 @@ void show(const PluginField& given, char (&text)[48]) {
     } else if (given.type == PluginFieldType::kCHAR && length > 0) {
         std::snprintf(text, sizeof(text), "text '%.*s'", length < 24 ? length : 24,
                       static_cast<const char*>(given.data));
-        for (char* c = text; *c != '\0'; ++c) {
-            *c = ' ' <= *c && *c <= '~' ? *c : '?';  // a line is one line
-        }
     } else if (length != 1) {
         std::snprintf(text, sizeof(text), "%d values", length);
     } else if (read_integer(given, integer)) {
@@ -175,6 +173,16 @@ const Field* find_field(NodeBit node, const char* name) {
         }
     }
     return nullptr;
+}
+
+bool refuse_field(const char* name, NodeBit node, const char* field) {
+    Text known;
+    for (const Field& other : kFields) {
+        if ((other.nodes & node) != 0) {
+            known.add(known.length > 0 ? ", %s" : "%s", other.name);
+        }
+    }
+    return refuse("%s: field: got %.40s, allowed: %s", name, field, known.held);
 }
 
 }  // namespace
@@ -209,8 +217,7 @@ bool read_fields(const char* name, NodeBit node, const PluginFieldCollection* gi
         const PluginField& entry = given->fields[i];
         const Field* field = entry.name != nullptr ? find_field(node, entry.name) : nullptr;
         if (field == nullptr) {
-            return refuse("%s: field: got %.40s, allowed: those of the node", name,
-                          entry.name != nullptr ? entry.name : "one without a name");
+            return refuse_field(name, node, entry.name != nullptr ? entry.name : "no name");
         }
         char text[48];
         show(entry, text);

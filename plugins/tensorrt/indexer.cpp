@@ -188,6 +188,6 @@ bool run(const Call& call) {
 }  // namespace
 
 const Node kIndexerNode = {"SpinIndexer", kIndexer,        ports_of(kInputs, kOutputs),
-                           no_conflict,   workspace_bytes, run};
+                           always_agree,  workspace_bytes, run};
 
 }  // namespace spin::trt

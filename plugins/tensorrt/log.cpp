@@ -22,6 +22,9 @@ bool refuse(const char* format, ...) noexcept {
     va_start(values, format);
     std::vsnprintf(line, sizeof(line), format, values);
     va_end(values);
+    for (char* c = line; *c != '\0'; ++c) {
+        *c = ' ' <= *c && *c <= '~' ? *c : '?';  // names come from outside, and a line is one line
+    }
     try {  // the finder is the application's, and not bound to keep quiet
         nvinfer1::ILoggerFinder* finder = logger_finder;
         nvinfer1::ILogger* logger = finder != nullptr ? finder->findLogger() : nullptr;

@@ -51,8 +51,8 @@ struct Node {
     const char* name;
     NodeBit bit;
     Ports ports;
-    // Why fields do not go together, or null.
-    const char* (*conflict)(const Config&);
+    // Whether fields go together; false, with a line in the log that starts with `name`.
+    bool (*agree)(const char* name, const Config&);
     size_t (*workspace_bytes)(const Config&, const Layout&);
     // Launches; false, with a line in the log, when one was refused.
     bool (*run)(const Call&);
@@ -66,8 +66,8 @@ extern const Node kObserveNode;
 // Whether a stem took its arguments; if not, its complaint goes to the log.
 bool launched(const Call& call, const char* stem, int status) noexcept;
 
-inline const char* no_conflict(const Config&) {
-    return nullptr;
+inline bool always_agree(const char*, const Config&) {
+    return true;
 }
 
 inline size_t no_workspace(const Config&, const Layout&) {

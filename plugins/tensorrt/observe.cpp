@@ -59,6 +59,6 @@ bool run(const Call& call) {
 }  // namespace
 
 const Node kObserveNode = {"SpinObserve", kObserve,     ports_of(kInputs, kOutputs),
-                           no_conflict,   no_workspace, run};
+                           always_agree,  no_workspace, run};
 
 }  // namespace spin::trt

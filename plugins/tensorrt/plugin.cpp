@@ -15,21 +15,24 @@ using namespace nvinfer1;
 constexpr int32_t kOk = 0, kRefused = 1;
 constexpr uintptr_t kAlignment = 16;
 
-bool counts_match(const Node& node, int32_t inputs, int32_t outputs) {
-    return (inputs == node.ports.inputs_count && outputs == node.ports.outputs_count) ||
-           refuse("%s: tensors: got %d inputs and %d outputs, allowed: %d and %d", node.name,
-                  inputs, outputs, node.ports.inputs_count, node.ports.outputs_count);
+// Whether there is an array for each side, of as many elements as the node has tensors.
+bool all_given(const Node& node, const void* inputs, int32_t inputs_count, const void* outputs,
+               int32_t outputs_count) {
+    if (inputs_count != node.ports.inputs_count || outputs_count != node.ports.outputs_count) {
+        return refuse("%s: tensors: got %d inputs and %d outputs, allowed: %d and %d", node.name,
+                      inputs_count, outputs_count, node.ports.inputs_count,
+                      node.ports.outputs_count);
+    }
+    return (inputs != nullptr && outputs != nullptr) ||
+           refuse("%s: tensors: got null, allowed: arrays", node.name);
 }
 
-// Descriptions at the largest sizes of a profile; what has no limit yet passes as its smallest.
+// Descriptions at the largest sizes of a profile.
 bool check_largest(const Node& node, const Config& config, const DynamicPluginTensorDesc* inputs,
                    int32_t inputs_count, const DynamicPluginTensorDesc* outputs,
                    int32_t outputs_count, Layout& layout) {
-    if (!counts_match(node, inputs_count, outputs_count)) {
+    if (!all_given(node, inputs, inputs_count, outputs, outputs_count)) {
         return false;
-    }
-    if (inputs == nullptr || outputs == nullptr) {
-        return refuse("%s: tensors: got null, allowed: descriptions", node.name);
     }
     PluginTensorDesc in[kMaxPorts], out[kMaxPorts];
     const auto largest = [](const DynamicPluginTensorDesc& given) {
@@ -103,8 +106,7 @@ public:
 
     int32_t getOutputDataTypes(DataType* types, int32_t outputs_count, const DataType* inputs,
                                int32_t inputs_count) const noexcept override {
-        if (!counts_match(node_, inputs_count, outputs_count) || types == nullptr ||
-            inputs == nullptr) {
+        if (!all_given(node_, inputs, inputs_count, types, outputs_count)) {
             return kRefused;
         }
         for (int i = 0; i < outputs_count; ++i) {
@@ -117,8 +119,11 @@ public:
     int32_t getOutputShapes(const DimsExprs* inputs, int32_t inputs_count, const DimsExprs*,
                             int32_t shape_inputs_count, DimsExprs* outputs, int32_t outputs_count,
                             IExprBuilder& builder) noexcept override {
-        if (!counts_match(node_, inputs_count, outputs_count) || shape_inputs_count != 0 ||
-            inputs == nullptr || outputs == nullptr) {
+        if (!all_given(node_, inputs, inputs_count, outputs, outputs_count)) {
+            return kRefused;
+        }
+        if (shape_inputs_count != 0) {
+            refuse("%s: shape inputs: got %d, allowed: 0", node_.name, shape_inputs_count);
             return kRefused;
         }
         for (int i = 0; i < inputs_count; ++i) {
@@ -191,7 +196,7 @@ public:
                           const PluginTensorDesc* outputs,
                           int32_t outputs_count) noexcept override {
         Layout layout;
-        return counts_match(node_, inputs_count, outputs_count) &&
+        return all_given(node_, inputs, inputs_count, outputs, outputs_count) &&
                        check_ports(node_.name, node_.ports, config_, inputs, outputs, layout)
                    ? kOk
                    : kRefused;
@@ -282,11 +287,7 @@ bool launched(const Call& call, const char* stem, int status) noexcept {
 IPluginV3* Creator::createPlugin(const char*, const PluginFieldCollection* given,
                                  TensorRTPhase) noexcept {
     Config config;
-    if (!read_fields(node_.name, node_.bit, given, config)) {
-        return nullptr;
-    }
-    if (const char* problem = node_.conflict(config)) {
-        refuse("%s: %s", node_.name, problem);
+    if (!read_fields(node_.name, node_.bit, given, config) || !node_.agree(node_.name, config)) {
         return nullptr;
     }
     const bool in_place = config.aliased && (node_.bit & (kIndexer | kObserve)) != 0;

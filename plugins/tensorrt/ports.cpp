@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ports.h"
 
-#include <cstdio>
-
 #include "log.h"
+#include "text.h"
 
 namespace spin::trt {
 namespace {
@@ -48,7 +47,7 @@ Limits limits_of(Symbol symbol, const Config& config) {
         case kHeads:
             return {32, 64, 32};
         case kPages:
-            return {0, int64_t{1} << 31, 1};
+            return {0, INT32_MAX, 1};
         case kTableWidth:
             return {0, kMany / config.page_slots, 1};
         case kVWidth:
@@ -71,21 +70,6 @@ const char* name_of(DataType type) {
     const int number = static_cast<int>(type);
     return number >= 0 && number < 9 ? kTypes[number] : "another type";
 }
-
-// Text of limited length, built piece by piece.
-struct Text {
-    char held[160] = "";
-    size_t length = 0;
-
-    template <typename... Values>
-    void add(const char* format, Values... values) {
-        const int more = std::snprintf(held + length, sizeof(held) - length, format, values...);
-        if (more > 0) {
-            length += static_cast<size_t>(more);
-            length = length < sizeof(held) ? length : sizeof(held) - 1;
-        }
-    }
-};
 
 void show(Text& text, DataType type, const Dims& dims) {
     text.add("%s [", name_of(type));

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // SpinPredictBlocks: which blocks a step keeps, from the averages alone.
+#include "log.h"
 #include "selection.h"
 
 namespace spin::trt {
@@ -32,9 +33,11 @@ constexpr Port kOutputs[] = {
     {"compact_pages", kInt32, 2, {kSequences, kCompactPages}},
 };
 
-const char* conflict(const Config& config) {
-    return config.page_slots > config.block_size ? "page_slots: allowed: at most block_size"
-                                                 : nullptr;
+bool agree(const char* name, const Config& config) {
+    return config.page_slots <= config.block_size ||
+           refuse("%s: page_slots: got %lld, allowed: at most block_size = %lld", name,
+                  static_cast<long long>(config.page_slots),
+                  static_cast<long long>(config.block_size));
 }
 
 float* block_scores(Arena& arena, const Config& config, const Layout& layout) {
@@ -62,7 +65,6 @@ bool run(const Call& call) {
     p.positions = call.input<int64_t>(kPositions);
     p.warm = call.input<uint8_t>(kWarm);
     p.sequence_ids = call.input<int64_t>(kIds);
-    p.page_table = call.input<int32_t>(kTable);
     p.block_list = call.output<int32_t>(kList);
     p.block_count = call.output<int32_t>(kCount);
     p.compact_of_block = call.output<int32_t>(kCompact);
@@ -70,6 +72,8 @@ bool run(const Call& call) {
     p.kept_slots = call.output<int32_t>(kKeptSlots);
     p.visible_slots = call.output<int32_t>(kVisibleSlots);
     p.compact_pages = call.output<int32_t>(kPagesOut);
+    // A table without columns may be null, which would leave compact_pages unwritten.
+    p.page_table = call.layout[kTableWidth] > 0 ? call.input<int32_t>(kTable) : p.block_list;
     p.page_table_stride = call.layout[kTableWidth];
     p.page_table_width = static_cast<int32_t>(call.layout[kTableWidth]);
     p.compact_pages_stride = call.layout[kCompactPages];
@@ -79,11 +83,7 @@ bool run(const Call& call) {
 
 }  // namespace
 
-const Node kPredictBlocksNode = {"SpinPredictBlocks",
-                                 kPredictBlocks,
-                                 ports_of(kInputs, kOutputs),
-                                 conflict,
-                                 workspace_bytes,
-                                 run};
+const Node kPredictBlocksNode = {
+    "SpinPredictBlocks", kPredictBlocks, ports_of(kInputs, kOutputs), agree, workspace_bytes, run};
 
 }  // namespace spin::trt

@@ -49,6 +49,6 @@ bool run(const Call& call) {
 }  // namespace
 
 const Node kSparseIndexerNode = {"SpinSparseIndexer", kSparseIndexer,  ports_of(kInputs, kOutputs),
-                                 no_conflict,         workspace_bytes, run};
+                                 always_agree,        workspace_bytes, run};
 
 }  // namespace spin::trt

@@ -152,8 +152,11 @@ def test_capacity_is_limited_by_blocks() -> None:
 
 @pytest.mark.parametrize("node", NODES)
 def test_unknown_and_repeated_fields_are_refused(node: str) -> None:
+    known = ", ".join(host().field_names(node))
     assert host().create(node, **FIELDS[node], blocksize=64) is None
-    assert host().log().startswith(f"{node}: field: got blocksize, allowed: ")
+    assert host().log() == f"{node}: field: got blocksize, allowed: {known}\n"
+    assert host().create(node, ("a\nb\x1b", 1), **FIELDS[node]) is None
+    assert host().log() == f"{node}: field: got a?b?, allowed: {known}\n"
     assert host().create(node, ("slots", 1000), **FIELDS[node]) is None
     assert host().log().startswith(f"{node}: slots: got it twice, allowed: ")
 
@@ -167,7 +170,8 @@ def test_pages_larger_than_blocks_are_refused_where_pages_are_listed() -> None:
     small = {"block_size": 32, "page_slots": 64}
     assert fields_of("SpinIndexer", **small)["page_slots"] == 64
     assert host().create("SpinPredictBlocks", **FIELDS["SpinPredictBlocks"], **small) is None
-    assert host().log() == "SpinPredictBlocks: page_slots: allowed: at most block_size\n"
+    wanted = "SpinPredictBlocks: page_slots: got 64, allowed: at most block_size = 32\n"
+    assert host().log() == wanted
 
 
 @given(st.integers(0, 2**64 - 1))

@@ -260,6 +260,14 @@ def test_a_wide_query_is_quantised_between(recorder: Any) -> None:
     assert bf16.launches[2][1].query_dtype == 1
 
 
+def test_pages_are_listed_even_from_a_table_without_columns(recorder: Any) -> None:
+    recorded = Recorded(*recorder, "SpinPredictBlocks", replace(SIZES, table_width=0))
+    assert recorded.inputs[recorded.names.index("page_table")].data_ptr() == 0
+    select = dict(recorded.launches)["select_blocks"]
+    assert select.page_table is not None
+    assert (select.page_table_width, recorded.point(select.compact_pages)) == (0, "compact_pages")
+
+
 @pytest.mark.parametrize("pooling", [1, 2])
 def test_other_poolings_rank_by_their_own_scores(recorder: Any, pooling: int) -> None:
     launches = dict(Recorded(*recorder, "SpinIndexer", SIZES, pooling=pooling).launches)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from ctypes import c_int32
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from plugin_host import (
     TORCH_TYPES,
     Binding,
     Desc,
+    Dims,
     Host,
     Node,
     dims,
@@ -223,6 +225,32 @@ def test_wrong_counts_and_output_types_are_refused(node: str) -> None:
     assert made.workspace_bytes(inputs[:-1], outputs) == 0
     outputs[0].type = BF16 if outputs[0].type == INT32 else INT32
     assert made.shape_change(inputs, outputs) != 0
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_null_arrays_and_shape_inputs_are_refused_on_one_line(node: str) -> None:
+    made, given = make(node, Sizes()), list(Sizes().inputs(node).values())
+    calls, count = host().calls, len(Sizes().outputs(node))
+    types = ((c_int32 * len(given))(*(d.type for d in given)), (c_int32 * count)())
+    shapes = ((Dims * len(given))(*(d.dims for d in given)), (Dims * count)())
+    constant = (c_int32 * (8 * count))()
+    for inputs, outputs in ((None, types[1]), (types[0], None)):
+        asked = (made.plugin, inputs, len(given), outputs, count)
+        assert calls.host_output_types(*asked) != 0
+        assert host().log() == f"{node}: tensors: got null, allowed: arrays\n"
+    asked = (made.plugin, shapes[0], len(given), shapes[1], constant, count)
+    assert calls.host_output_shapes(*asked, 0) == 0
+    assert calls.host_output_shapes(*asked, 1) != 0
+    assert host().log() == f"{node}: shape inputs: got 1, allowed: 0\n"
+
+
+def test_pages_are_as_many_as_the_kernels_can_number() -> None:
+    made, most = make("SpinIndexer", Sizes()), 2**31 - 1
+    for pages, taken in ((most, True), (most + 1, False)):
+        inputs = list(replace(Sizes(), pages=pages).inputs("SpinIndexer").values())
+        outputs, _ = made.output_descs(inputs)
+        assert (made.configure(inputs, outputs) == 0) == taken
+    assert host().log().startswith("SpinIndexer: pages: got INT32 [2147483648, 2112], allowed: ")
 
 
 def tensors(node: str, sizes: Sizes) -> list[torch.Tensor]:

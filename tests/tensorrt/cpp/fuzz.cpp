@@ -4,6 +4,7 @@
 // process.
 //
 // usage: fuzz [seconds] [seed]
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -20,6 +21,18 @@ extern "C" void setLoggerFinder(ILoggerFinder* finder);
 namespace {
 
 std::mt19937_64 random_bits;
+doubles::Logger logger;
+
+// A refusal is one line, and of what is taken there is none.
+void demand_lines(bool refused, const char* call) {
+    const auto lines = std::count(logger.text.begin(), logger.text.end(), '\n');
+    if (lines != (refused ? 1 : 0)) {
+        std::fprintf(stderr, "%s: %d lines: %s\n", call, static_cast<int>(lines),
+                     logger.text.c_str());
+        std::abort();
+    }
+    logger.text.clear();
+}
 
 int64_t below(int64_t limit) {
     return static_cast<int64_t>(random_bits() % static_cast<uint64_t>(limit));
@@ -94,7 +107,8 @@ IPluginV3* create(IPluginCreatorV3One& creator) {
         for (int n = 0; n < copies; ++n) {
             values.push_back(value_of(names.fields[i]));
             const Value& value = values.back();
-            const char* name = chance(60) ? (chance(2) ? "other" : nullptr) : names.fields[i].name;
+            const char* name =
+                chance(60) ? (chance(2) ? "oth\ner" : nullptr) : names.fields[i].name;
             const void* data = chance(60) ? nullptr : value.bytes;
             fields.emplace_back(name, data, value.type, value.length);
         }
@@ -229,9 +243,13 @@ Tensors make_tensors(const char* name, IPluginV3OneBuild& build, IPluginV3OneRun
         in_dims.push_back(doubles::expressions(desc.dims, builder));
     }
     const int told = chance(30) ? static_cast<int>(below(given + 1)) : given;
-    build.getOutputDataTypes(out_types.data(), count, in_types.data(), told);
+    demand_lines(build.getOutputDataTypes(chance(100) ? nullptr : out_types.data(), count,
+                                          in_types.data(), told) != 0,
+                 "types");
     const int32_t status =
-        build.getOutputShapes(in_dims.data(), told, nullptr, 0, out_dims.data(), count, builder);
+        build.getOutputShapes(in_dims.data(), told, nullptr, chance(100) ? 1 : 0,
+                              chance(100) ? nullptr : out_dims.data(), count, builder);
+    demand_lines(status != 0, "shapes");
     made.outputs.resize(count);
     for (int i = 0; i < count; ++i) {
         made.outputs[i].type = out_types[i];
@@ -283,10 +301,15 @@ bool exercise(IPluginV3& plugin) {
             second->getAliasedInput(i);
         }
     }
-    build->configurePlugin(tensors.dynamic_inputs.data(), in, tensors.dynamic_outputs.data(), out);
-    build->getWorkspaceSize(tensors.dynamic_inputs.data(), in, tensors.dynamic_outputs.data(), out);
-    node->onShapeChange(tensors.inputs.data(), chance(50) ? in - 1 : in, tensors.outputs.data(),
-                        out);
+    const DynamicPluginTensorDesc *from = tensors.dynamic_inputs.data(),
+                                  *to = tensors.dynamic_outputs.data();
+    const bool configured = build->configurePlugin(from, in, to, out) == 0;
+    demand_lines(!configured, "configure");
+    build->getWorkspaceSize(from, in, to, out);
+    demand_lines(!configured, "workspace");
+    demand_lines(node->onShapeChange(tensors.inputs.data(), chance(50) ? in - 1 : in,
+                                     tensors.outputs.data(), out) != 0,
+                 "shape change");
     std::vector<const void*> inputs;
     std::vector<void*> outputs;
     for (int i = 0; i < in; ++i) {
@@ -301,9 +324,11 @@ bool exercise(IPluginV3& plugin) {
             outputs.back() = const_cast<void*>(inputs[alias]);
         }
     }
-    return node->enqueue(chance(100) ? nullptr : tensors.inputs.data(), tensors.outputs.data(),
-                         chance(100) ? nullptr : inputs.data(), outputs.data(), address(),
-                         nullptr) == 0;
+    const bool taken = node->enqueue(chance(100) ? nullptr : tensors.inputs.data(),
+                                     tensors.outputs.data(), chance(100) ? nullptr : inputs.data(),
+                                     outputs.data(), address(), nullptr) == 0;
+    demand_lines(!taken, "enqueue");
+    return taken;
 }
 
 }  // namespace
@@ -311,7 +336,6 @@ bool exercise(IPluginV3& plugin) {
 int main(int argc, char** argv) {
     const double seconds = argc > 1 ? std::atof(argv[1]) : 60.0;
     random_bits.seed(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
-    doubles::Logger logger;
     setLoggerFinder(&logger);
     int32_t count = 0;
     IPluginCreatorInterface* const* creators = getCreators(count);
@@ -320,14 +344,10 @@ int main(int argc, char** argv) {
     while (std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() <
            seconds) {
         auto& creator = *static_cast<IPluginCreatorV3One*>(creators[below(count)]);
-        logger.text.clear();
         std::unique_ptr<IPluginV3> plugin(create(creator));
         ++tried;
+        demand_lines(plugin == nullptr, "create");
         if (plugin == nullptr) {
-            if (logger.text.find('\n') != logger.text.size() - 1) {
-                std::fprintf(stderr, "not one line: %s\n", logger.text.c_str());
-                return 1;
-            }
             continue;
         }
         ++created;

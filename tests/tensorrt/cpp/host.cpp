@@ -176,14 +176,16 @@ HOST_EXPORT int32_t host_output_types(IPluginV3* plugin, const DataType* inputs,
 
 // Values of the output shapes, and in `constant` whether each is a constant of the network.
 HOST_EXPORT int32_t host_output_shapes(IPluginV3* plugin, const Dims* inputs, int32_t inputs_count,
-                                       Dims* outputs, int32_t* constant, int32_t outputs_count) {
+                                       Dims* outputs, int32_t* constant, int32_t outputs_count,
+                                       int32_t shape_inputs_count) {
     doubles::ExprBuilder builder;
     std::vector<DimsExprs> given, made(outputs_count);
     for (int i = 0; i < inputs_count; ++i) {
         given.push_back(doubles::expressions(inputs[i], builder));
     }
-    const int32_t status = build(plugin)->getOutputShapes(given.data(), inputs_count, nullptr, 0,
-                                                          made.data(), outputs_count, builder);
+    const int32_t status =
+        build(plugin)->getOutputShapes(given.data(), inputs_count, nullptr, shape_inputs_count,
+                                       made.data(), outputs_count, builder);
     for (int i = 0; status == 0 && i < outputs_count; ++i) {
         outputs[i].nbDims = made[i].nbDims;
         for (int axis = 0; axis < made[i].nbDims; ++axis) {
