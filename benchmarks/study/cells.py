@@ -114,7 +114,7 @@ def _asked(task: str, length: int) -> tuple[int, int]:
         return 50, 1
     if task == "aggregation" and length < 8_192:
         return 13, 4  # twelve facts an answer: those of eight need more room
-    return 7, 8
+    return (8, 8) if task == "dialogue" else (8, 7)  # fewer documents have no interval
 
 
 _KNOWN = ("single", "multi_key", "multi_query", "aggregation")
@@ -140,8 +140,8 @@ PARTS: dict[str, tuple[Cell, ...]] = {
     ),
     "drafts": _cells(
         SPIN,
-        Question("recall", 16_384, 7, 8, DRAFTS),
-        Question("text", 16_384, 7, 256, DRAFTS),
+        Question("recall", 16_384, 8, 7, DRAFTS),
+        Question("text", 16_384, 8, 256, DRAFTS),
     ),
     # For weights that were taught these tasks: the others answer next to none of them.
     "hard": _cells(SPIN, *_over((4_096, 16_384), _HARD), Question("multi_needle", 8_192, 25, 8)),
