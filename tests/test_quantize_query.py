@@ -64,7 +64,7 @@ def test_the_operator_checks_and_equals_the_reference() -> None:
     got, want = ops.quantize_query(query, weights), reference.quantize_query(query, weights)
     assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
     assert torch.equal(got[1], want[1])
-    with pytest.raises(SpinError, match="^query: got .torch.float32"):
+    with pytest.raises(SpinError, match=r"^query: got .torch.float32"):
         ops.quantize_query(query.float(), weights)
     with pytest.raises(SpinError, match=r"^weights: got \[2, 3, 31\]"):
         ops.quantize_query(query, weights[..., 1:])
