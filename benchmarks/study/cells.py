@@ -114,7 +114,7 @@ def _asked(task: str, length: int) -> tuple[int, int]:
         return 50, 1
     if task == "aggregation" and length < 8_192:
         return 13, 4  # twelve facts an answer: those of eight need more room
-    return (8, 8) if task == "dialogue" else (8, 7)  # fewer documents have no interval
+    return 8, 8  # fewer documents have no interval
 
 
 _KNOWN = ("single", "multi_key", "multi_query", "aggregation")
