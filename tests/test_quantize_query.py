@@ -73,6 +73,16 @@ def test_the_operator_checks_and_equals_the_reference() -> None:
     torch.library.opcheck(torch.ops.spin.quantize_query, (query, weights))
 
 
+def test_the_operator_takes_strided_tensors() -> None:
+    query = torch.randn(3, 2, 32, 128).half().transpose(0, 1)
+    weights = torch.rand(2, 3, 1).expand(2, 3, 32)
+    got, want = ops.quantize_query(query, weights), reference.quantize_query(query, weights)
+    assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
+    assert torch.equal(got[1], want[1])
+    assert all(t.is_contiguous() for t in got)
+    torch.library.opcheck(torch.ops.spin.quantize_query, (query, weights))
+
+
 @pytest.mark.skipif(native.library_path() is None, reason="the kernel library has not been built")
 @pytest.mark.parametrize(
     ("field", "value", "expected"),

@@ -23,7 +23,7 @@ def quantize_query(query: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("spin::quantize_query", mutates_args=())
 def _quantize(query: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     run = _launch if on_cuda(query) else reference.quantize_query
-    return run(query, weights)
+    return run(query.contiguous(), weights.contiguous())  # dense results, as the fake says
 
 
 @_quantize.register_fake
@@ -32,7 +32,6 @@ def _(query: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch(query: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:  # pragma: no cover - GPU
-    query, weights = query.contiguous(), weights.contiguous()
     quantized = torch.empty_like(query, dtype=torch.float8_e4m3fn)
     scaled = torch.empty_like(weights)
     native.call(
