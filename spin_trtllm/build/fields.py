@@ -14,17 +14,20 @@ MAX_JSON_BYTES = 16 * 2**20  # real ones are a few kilobytes; a weight file by m
 MAX_JSON_DEPTH = 64  # far below Python's recursion limit, so that the file can be written again
 
 
-def read_json_object(path: Path, argument: str) -> dict[str, Any]:
+def read_json_object(
+    path: Path, argument: str, *, max_bytes: int = MAX_JSON_BYTES
+) -> dict[str, Any]:
     """The object in a JSON file.
 
     Args:
         argument: option that named the file's directory, for the error line.
+        max_bytes: the largest file to read.
 
     Raises:
-        SpinError: unreadable, larger than `MAX_JSON_BYTES`, nested deeper than `MAX_JSON_DEPTH`,
+        SpinError: unreadable, larger than `max_bytes`, nested deeper than `MAX_JSON_DEPTH`,
             not JSON, or not an object.
     """
-    content = _read(path, argument)
+    content = _read(path, argument, max_bytes)
     try:
         loaded = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -75,15 +78,15 @@ def section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
-def _read(path: Path, argument: str) -> bytes:
+def _read(path: Path, argument: str, max_bytes: int) -> bytes:
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_JSON_BYTES + 1)
+            content = file.read(max_bytes + 1)
     except OSError as error:
         reason = error.strerror or error
         raise SpinError(f"{argument}: cannot read {str(path)!r}: {reason}") from error
-    if len(content) > MAX_JSON_BYTES:
-        refuse(f"{argument}: {path.name}", "a larger file", f"up to {MAX_JSON_BYTES} bytes")
+    if len(content) > max_bytes:
+        refuse(f"{argument}: {path.name}", "a larger file", f"up to {max_bytes} bytes")
     return content
 
 

@@ -8,7 +8,6 @@ file or many. Weights in fp8 have a scale a tile beside them; they are widened h
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spin_trtllm.build.checkpoint import Checkpoint, IndexerGeometry
+from spin_trtllm.build.fields import read_json_object, section
 from spin_trtllm.errors import SpinError, refuse
 
 INDEX_FILE = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 256 * 2**20  # hundreds of experts a layer: 17 MB and more
 
 # Name of a tensor in a layer: Transformers since 5.10, before it, the original release.
 _QUERY = (
@@ -55,8 +56,8 @@ def read_indexer_weights(checkpoint: Checkpoint, layer: int) -> IndexerWeights:
     """Read one layer.
 
     Raises:
-        SpinError: a layer without an indexer, a tensor that is missing, unreadable or of another
-            shape than `config.json` says.
+        SpinError: a layer without an indexer, a tensor that is missing, unreadable, of another
+            shape than `config.json` says or of a dtype that is no weight's.
     """
     geometry = checkpoint.geometry
     if layer not in geometry.layers:
@@ -80,8 +81,9 @@ def _shape_of_heads(checkpoint: Checkpoint) -> str:
 
 
 def _check_rows(what: str, tensor: Tensor, layer: int, rows: int) -> None:
-    if tensor.dim() != 2 or tensor.shape[0] != rows:
-        refuse(f"{what} of layer {layer}", list(tensor.shape), f"a matrix of {rows} rows")
+    if tensor.dim() != 2 or tensor.shape[0] != rows or tensor.shape[1] == 0:
+        allowed = f"a matrix of {rows} rows and at least one column"
+        refuse(f"{what} of layer {layer}", list(tensor.shape), allowed)
 
 
 def _projection(files: dict[str, Path], layer: int, spellings: Iterable[str]) -> Tensor:
@@ -90,6 +92,7 @@ def _projection(files: dict[str, Path], layer: int, spellings: Iterable[str]) ->
     if stem is None:
         raise SpinError(f"checkpoint_dir: no tensor {stems[0]}.weight, nor {stems[-1]}.weight")
     weight = _read(files, f"{stem}.weight")
+    _check_real(f"{stem}.weight", weight)
     if weight.dtype.itemsize > 1:
         return weight.float()
     scale = next((f"{stem}.{name}" for name in _SCALES if f"{stem}.{name}" in files), None)
@@ -100,24 +103,31 @@ def _projection(files: dict[str, Path], layer: int, spellings: Iterable[str]) ->
 
 def _widen(weight: Tensor, scale: Tensor, stem: str) -> Tensor:
     """fp8 times its scales, of which each covers a tile of equal size; the last may be partial."""
-    if weight.dtype != torch.float8_e4m3fn or weight.dim() != 2 or scale.dim() != 2:
-        refuse(f"{stem}.weight", str(weight.dtype), "float8_e4m3fn with a scale for each tile")
+    if weight.dtype != torch.float8_e4m3fn or weight.dim() != 2:
+        refuse(f"{stem}.weight", str(weight.dtype), "a matrix of float8_e4m3fn, or a wider dtype")
+    _check_real(f"scale of {stem}", scale)
+    if scale.dim() != 2 or not all(map(_fits, weight.shape, scale.shape)):
+        refuse(f"scale of {stem}", list(scale.shape), f"tiles that divide {list(weight.shape)}")
     wide = weight.float()
     tiles = scale.float()
     for axis, (size, count) in enumerate(zip(weight.shape, scale.shape, strict=True)):
-        tile = _tile_size(size, count)
-        if -(-size // tile) != count:
-            refuse(f"scale of {stem}", list(scale.shape), f"tiles that divide {list(weight.shape)}")
-        tiles = tiles.repeat_interleave(tile, axis).narrow(axis, 0, size)
+        tiles = tiles.repeat_interleave(_tile_size(size, count), axis).narrow(axis, 0, size)
     return wide * tiles
 
 
+def _fits(size: int, count: int) -> bool:
+    """Whether an axis can have `count` tiles."""
+    return 0 < count <= size and -(-size // _tile_size(size, count)) == count
+
+
 def _tile_size(size: int, count: int) -> int:
-    """The smallest power of two of which `count` cover `size`, or all of it."""
-    tile = 1
-    while tile * count < size:
-        tile *= 2
-    return tile
+    """The smallest power of two of which `count` cover `size`."""
+    return 1 << (-(-size // count) - 1).bit_length()
+
+
+def _check_real(name: str, tensor: Tensor) -> None:
+    if not tensor.is_floating_point():  # bytes may stand for numbers of a dtype that torch lacks
+        refuse(name, str(tensor.dtype), "a floating-point dtype")
 
 
 def _read(files: dict[str, Path], name: str) -> Tensor:
@@ -135,12 +145,20 @@ def _files_by_name(directory: Path) -> dict[str, Path]:
     index = directory / INDEX_FILE
     try:
         if index.is_file():
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {name: directory / Path(file).name for name, file in names.items()}
+            values = read_json_object(index, "checkpoint_dir", max_bytes=MAX_INDEX_BYTES)
+            names = section(values, "weight_map")
+            return {name: directory / _file_name(name, file) for name, file in names.items()}
         found: dict[str, Path] = {}
         for path in sorted(directory.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 found |= dict.fromkeys(file.keys(), path)
-    except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
+    except (SafetensorError, OSError) as error:
         raise SpinError(f"checkpoint_dir: cannot read its weights: {error}") from error
     return found
+
+
+def _file_name(tensor: str, file: object) -> str:
+    name = Path(file).name if isinstance(file, str) else ""
+    if not name or "\0" in name:
+        refuse(f"weight_map[{tensor[:100]!r}]", file, "the name of a file")
+    return name
