@@ -17,6 +17,10 @@ from spin_trtllm.errors import refuse
 _HEAD_DIM, _ROPE_DIM, _THETA = 512, 64, 160_000.0
 _PLAIN, _YARN = "default", "yarn"
 
+# Far beyond every model, and what all that is made of them stays finite in fp32.
+_SMALL, _LARGE = 1e-6, 1e12
+_MAX_DIM = 1024
+
 
 @dataclass(frozen=True, eq=False)
 class Rope:
@@ -51,7 +55,8 @@ def indexer_rope(config: Mapping[str, Any]) -> Rope:
     if kind not in (_PLAIN, _YARN):
         refuse("rope_type", kind, f"{_PLAIN}, {_YARN}")
     dim = _rope_dim(config, parameters)
-    theta = _number(parameters, "rope_theta", config.get("compress_rope_theta", _THETA))
+    theta = config.get("compress_rope_theta", _THETA)
+    theta = _number(parameters, "rope_theta", theta, least=2)  # at 1 all pairs turn alike
     plain = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if kind == _PLAIN:
         return Rope(plain)
@@ -61,7 +66,7 @@ def indexer_rope(config: Mapping[str, Any]) -> Rope:
 
 def _yarn(plain: Tensor, theta: float, dim: int, parameters: Mapping[str, Any]) -> Tensor:
     """Slow rotations are stretched by `factor`, fast ones are not, with a ramp in between."""
-    factor = _number(parameters, "factor")
+    factor = _number(parameters, "factor", least=1)
     trained = _number(parameters, "original_max_position_embeddings")
     low = _turning(_number(parameters, "beta_fast", 32.0), trained, theta, dim)
     high = _turning(_number(parameters, "beta_slow", 1.0), trained, theta, dim)
@@ -79,27 +84,41 @@ def _turning(rotations: float, length_tokens: float, theta: float, dim: int) -> 
 def _parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in ("rope_parameters", "rope_scaling"):
         found = config.get(name)
-        if found is not None and not isinstance(found, Mapping):
-            refuse(name, found, "a JSON object")
-        if found:
-            nested = found.get("compress", found)
+        if found is not None and _section(name, found):
+            if "compress" in found:
+                return _section(f"{name}.compress", found["compress"])
             # without nesting, a theta beside it belongs to layers without compression
-            plain = {k: v for k, v in found.items() if k != "rope_theta"}
-            return nested if "compress" in found else plain
+            return {k: v for k, v in found.items() if k != "rope_theta"}
     return {}
 
 
+def _section(name: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        refuse(name, value, "a JSON object")
+    return value
+
+
 def _rope_dim(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
-    head_dim = _number(config, "head_dim", _HEAD_DIM)
-    share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    dim = config.get("qk_rope_head_dim", _ROPE_DIM) if share is None else int(head_dim * share)
-    if not isinstance(dim, int) or dim < 2 or dim % 2:
-        refuse("qk_rope_head_dim", dim, "an even number of at least 2")
+    name = "partial_rotary_factor"
+    share = parameters.get(name, config.get(name))
+    if share is None:
+        dim = config.get("qk_rope_head_dim", _ROPE_DIM)
+    else:
+        dim = int(_number(config, "head_dim", _HEAD_DIM) * _number({name: share}, name, most=1))
+    if not isinstance(dim, int) or not 2 <= dim <= _MAX_DIM or dim % 2:
+        refuse("qk_rope_head_dim", dim, f"an even number in 2 .. {_MAX_DIM}")
     return dim
 
 
-def _number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
+def _number(
+    values: Mapping[str, Any],
+    name: str,
+    default: float | None = None,
+    *,
+    least: float = _SMALL,
+    most: float = _LARGE,
+) -> float:
     value = values.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        refuse(name, value, "a positive number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        refuse(name, value, f"a number in {least:g} .. {most:g}")
     return float(value)
