@@ -31,14 +31,10 @@ from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.files import atomic_file
 from spin_trtllm.geometry import count_blocks
-from spin_trtllm.hosts.tensorrt.indexer import (
-    PRECISIONS,
-    IndexerSizes,
-    indexer_network,
-    state_shapes,
-)
+from spin_trtllm.hosts.tensorrt.indexer import PRECISIONS, indexer_network
 from spin_trtllm.hosts.tensorrt.plugin import PLUGIN_NAME, plugin_path
 from spin_trtllm.hosts.tensorrt.rope import indexer_rope
+from spin_trtllm.hosts.tensorrt.sizes import IndexerSizes, state_shapes
 from spin_trtllm.hosts.tensorrt.weights import read_indexer_weights
 
 FOLDER = "tensorrt"

@@ -22,8 +22,8 @@ from spin_trtllm.build.tensorrt_builder import Builder, choose_builder
 from spin_trtllm.build.trtexec_script import Shapes
 from spin_trtllm.errors import SpinError
 from spin_trtllm.hosts.tensorrt.builder import BuiltEngine, EngineJob, build_engines
-from spin_trtllm.hosts.tensorrt.indexer import IndexerSizes
 from spin_trtllm.hosts.tensorrt.plugin import PLUGIN_NAME, plugin_path
+from spin_trtllm.hosts.tensorrt.sizes import IndexerSizes
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -181,11 +182,20 @@ def test_onnx_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the indexer network --------------------------------------------------------------------------
 
 
-def network(geometry: IndexerGeometry, config: SpinConfig = CONFIG, **options: Any) -> Any:
+SMALL = IndexerSizes(2, 1, 128)
+
+
+def network(
+    geometry: IndexerGeometry,
+    config: SpinConfig = CONFIG,
+    *,
+    weights: IndexerWeights | None = None,
+    sizes: IndexerSizes = SMALL,
+    **options: Any,
+) -> Any:
     heads, head_dim = geometry.index_heads, geometry.index_head_dim
-    weights = IndexerWeights(3, torch.zeros(heads, head_dim, 8), torch.zeros(heads, 8))
-    rope = Rope(torch.ones(8))
-    return indexer_network(weights, rope, geometry, config, IndexerSizes(2, 1, 128), **options)
+    weights = weights or IndexerWeights(3, torch.zeros(heads, head_dim, 8), torch.zeros(heads, 8))
+    return indexer_network(weights, Rope(torch.ones(8)), geometry, config, sizes, **options)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +219,67 @@ def test_a_model_that_does_not_fit_is_refused(
 
 def test_ninety_six_dimensions_do_without_rotation() -> None:
     onnx.checker.check_model(network(IndexerGeometry((3,), 4, 64, 96, 64), rotate=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "precision", "line"),
+    [
+        ("query", math.nan, "bf16", "query projection of layer 3: got nan, allowed: finite"),
+        ("heads", math.nan, "fp8", "head weights of layer 3: got nan, allowed: finite numbers"),
+        ("query", -math.inf, "fp32", "query projection of layer 3: got inf"),
+        ("query", 70000.0, "fp16", "query projection of layer 3: got 70000.0, allowed: finite num"),
+        ("heads", -70000.0, "fp16", "head weights of layer 3: got 70000.0"),
+        ("query", 3.4e38, "bf16", "query projection of layer 3: got 3.3999"),
+        ("query", 3.4e38, "fp8", "query projection of layer 3: got 3.3999"),
+    ],
+)
+def test_weights_that_a_precision_cannot_hold_are_refused(
+    name: str, value: float, precision: str, line: str
+) -> None:
+    weights = IndexerWeights(3, torch.zeros(64, 128, 8), torch.zeros(64, 8))
+    getattr(weights, name)[..., 1, 3] = value
+    with pytest.raises(SpinError) as error:
+        network(IndexerGeometry((3,), 4, 64, 128, 64), weights=weights, precision=precision)
+    assert str(error.value).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("query", "heads", "line"),
+    [
+        ((32, 128, 8), (64, 8), "query projection of layer 3: got [32, 128, 8], allowed: [64, 1"),
+        ((64, 128, 0), (64, 8), "query projection of layer 3: got [64, 128, 0]"),
+        ((64, 128), (64, 8), "query projection of layer 3: got [64, 128]"),
+        ((64, 128, 8), (63, 8), "head weights of layer 3: got [63, 8], allowed: [64, hidden]"),
+        ((64, 128, 8), (64, 0), "head weights of layer 3: got [64, 0]"),
+    ],
+)
+def test_weights_of_another_shape_are_refused(
+    query: tuple[int, ...], heads: tuple[int, ...], line: str
+) -> None:
+    weights = IndexerWeights(3, torch.zeros(query), torch.zeros(heads))
+    with pytest.raises(SpinError) as error:
+        network(IndexerGeometry((3,), 4, 64, 128, 64), weights=weights)
+    assert str(error.value).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "line"),
+    [
+        ((4096, 8, 262_144), "elements of scores: got 17179869184, allowed: at most 2147483647"),
+        ((4096, 1, 262_144), "elements of scores: got 2147483648"),
+        ((65536, 8, 64), "elements of query: got 4294967296"),
+    ],
+)
+def test_tensors_that_tensorrt_cannot_have_are_refused(sizes: tuple[int, ...], line: str) -> None:
+    with pytest.raises(SpinError) as error:
+        network(IndexerGeometry((3,), 4, 64, 128, 64), sizes=IndexerSizes(*sizes))
+    assert str(error.value).startswith(line)
+
+
+def test_the_largest_tensors_are_made() -> None:
+    onnx.checker.check_model(
+        network(IndexerGeometry((3,), 4, 64, 128, 64), sizes=IndexerSizes(4095, 1, 262_144))
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,14 @@ from spin_trtllm.hosts.tensorrt.flavours import (
 )
 from spin_trtllm.hosts.tensorrt.indexer import (
     PRECISIONS,
-    IndexerSizes,
     indexer_network,
-    state_shapes,
 )
 from spin_trtllm.hosts.tensorrt.network import add_node, allow_aliasing
 from spin_trtllm.hosts.tensorrt.nodes import NODES, Node, node_fields
 from spin_trtllm.hosts.tensorrt.onnx_nodes import make_onnx_node
 from spin_trtllm.hosts.tensorrt.plugin import Plugin, load_plugin, plugin_path
 from spin_trtllm.hosts.tensorrt.rope import Rope, indexer_rope
+from spin_trtllm.hosts.tensorrt.sizes import IndexerSizes, state_shapes
 from spin_trtllm.hosts.tensorrt.weights import IndexerWeights, read_indexer_weights
 
 __all__ = [

@@ -13,26 +13,31 @@ because between two indexers lies the rest of the model.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spin_trtllm import native
 from spin_trtllm.build.checkpoint import IndexerGeometry
 from spin_trtllm.config import SpinConfig
-from spin_trtllm.errors import check_integer, refuse
-from spin_trtllm.geometry import count_blocks
-from spin_trtllm.hosts.tensorrt.nodes import PAGE_SLOTS, node_fields
+from spin_trtllm.errors import refuse
+from spin_trtllm.hosts.tensorrt.nodes import node_fields
 from spin_trtllm.hosts.tensorrt.onnx_graph import Graph, Shape
 from spin_trtllm.hosts.tensorrt.onnx_nodes import make_onnx_node
 from spin_trtllm.hosts.tensorrt.rope import Rope
-from spin_trtllm.hosts.tensorrt.weights import IndexerWeights
+from spin_trtllm.hosts.tensorrt.sizes import (
+    PAGE_WORDS_PER_SLOT,
+    PAGES,
+    SEQUENCES,
+    TABLE_PAGES,
+    IndexerSizes,
+    check_elements,
+    state_shapes,
+)
+from spin_trtllm.hosts.tensorrt.weights import IndexerWeights, check_weights
 
 KERNEL_HEADS = (32, 64)
 KERNEL_HEAD_DIM = 128
-PAGE_WORDS_PER_SLOT = native.KEY_BYTES // 4
 
 # What the projections are computed in, and what their weights are kept in.
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype]] = {
@@ -41,68 +46,6 @@ PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype]] = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "fp8": (torch.bfloat16, torch.float8_e4m3fn),
 }
-
-# Dimensions that an engine may be built for a range of.
-SEQUENCES, PAGES, TABLE_PAGES = "sequences", "pages", "table_pages"
-
-
-@dataclass(frozen=True)
-class IndexerSizes:
-    """What a network is sized for.
-
-    Attributes:
-        max_sequences: sequences that decode at once; as many lanes hold a state each.
-        rows: queries a sequence and step, 1 and the drafts.
-        slots: capacity `N` of a sequence, in whole pages.
-        page_slots: slots a page of the key cache.
-
-    Raises:
-        SpinError: a size out of range.
-    """
-
-    max_sequences: int
-    rows: int
-    slots: int
-    page_slots: int = 64
-
-    def __post_init__(self) -> None:
-        check_integer("max_sequences", self.max_sequences, 1, 65536)
-        check_integer("rows", self.rows, 1, native.MAX_ROWS)
-        if self.page_slots not in PAGE_SLOTS:
-            refuse("page_slots", self.page_slots, ", ".join(map(str, PAGE_SLOTS)))
-        check_integer("slots", self.slots, self.page_slots, 2**31 - 1)
-        if self.slots % self.page_slots:
-            refuse("slots", self.slots, f"a multiple of {self.page_slots}, the slots of a page")
-
-    @property
-    def ranges(self) -> dict[str, tuple[int, int, int]]:
-        """Least, usual and largest value of each dimension that an engine has a range of."""
-        table = self.slots // self.page_slots
-        most = (2**31 - 1) // (self.page_slots * PAGE_WORDS_PER_SLOT)
-        pages = min(self.max_sequences * table, most)
-        return {
-            SEQUENCES: (1, self.max_sequences, self.max_sequences),
-            PAGES: (1, pages, most),
-            TABLE_PAGES: (1, table, table),
-        }
-
-
-def state_shapes(config: SpinConfig, sizes: IndexerSizes) -> dict[str, tuple[int, ...]]:
-    """Shape of each state tensor; all zero is the state at the start.
-
-    `v` and `d` have the configuration's `state_dtype`, `scores` is fp32, `compact_of_block` int32
-    and `books` int64.
-    """
-    blocks = count_blocks(sizes.slots, config.block_size)
-    lanes = sizes.max_sequences
-    places = lanes + sizes.max_sequences  # the second half is for sequences without a lane
-    return {
-        "v": (lanes, sizes.slots),
-        "d": (lanes, sizes.slots + 8),  # one offset more than slots, in steps of 8
-        "scores": (places, sizes.rows, blocks * config.block_size),
-        "compact_of_block": (places, blocks),
-        "books": (sizes.rows + 3, lanes),
-    }
 
 
 def indexer_network(
@@ -145,13 +88,18 @@ def indexer_network(
         An ONNX `ModelProto`.
 
     Raises:
-        SpinError: an argument out of range, a model that the kernels do not fit, or no `onnx`.
+        SpinError: an argument out of range, a model that the kernels do not fit, weights that the
+            precision cannot hold, tensors too large for TensorRT, or no `onnx`.
     """
     if precision not in PRECISIONS:
         refuse("precision", precision, ", ".join(PRECISIONS))
     if config.top_k != geometry.top_k:
         refuse("config.top_k", config.top_k, f"{geometry.top_k}, the model's index_topk")
     heads = _kernel_heads(geometry, rope)
+    check_weights(weights, geometry, PRECISIONS[precision][0])
+    shapes = state_shapes(config, sizes)
+    for name, width in (("hidden", weights.heads.shape[1]), ("query", heads * KERNEL_HEAD_DIM)):
+        check_elements(name, (sizes.max_sequences, sizes.rows, width))
     graph = Graph(*PRECISIONS[precision])
     fields = node_fields(
         "SpinIndexer",
@@ -171,7 +119,6 @@ def indexer_network(
     graph.input("lanes", torch.int64, (SEQUENCES,))
     graph.input("positions", torch.int64, rows)
     graph.input("sequence_ids", torch.int64, (SEQUENCES,))
-    shapes = state_shapes(config, sizes)
     dtypes = _state_dtypes(config)
     for name, shape in shapes.items():
         graph.input(name, dtypes[name], shape)

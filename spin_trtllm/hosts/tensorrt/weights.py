@@ -72,6 +72,26 @@ def read_indexer_weights(checkpoint: Checkpoint, layer: int) -> IndexerWeights:
     return IndexerWeights(layer, _by_head(query, geometry), heads)
 
 
+def check_weights(weights: IndexerWeights, geometry: IndexerGeometry, dtype: torch.dtype) -> None:
+    """Refuse weights that are not of a model's shape, or not in the range of a dtype.
+
+    Raises:
+        SpinError: names the projection, and what is wrong with it.
+    """
+    heads, head_dim = geometry.index_heads, geometry.index_head_dim
+    limit = torch.finfo(dtype).max
+    for what, tensor, rows, columns in (
+        ("query projection", weights.query, (heads, head_dim), "q_lora_rank"),
+        ("head weights", weights.heads, (heads,), "hidden"),
+    ):
+        name = f"{what} of layer {weights.layer}"
+        if tensor.shape[:-1] != rows or tensor.shape[-1] == 0:
+            refuse(name, list(tensor.shape), f"[{', '.join(map(str, rows))}, {columns}]")
+        largest = float(tensor.abs().max())  # NaN if there is one
+        if not largest <= limit:
+            refuse(name, largest, f"finite numbers up to {limit:.6g}, the range of {dtype}")
+
+
 def _by_head(query: Tensor, geometry: IndexerGeometry) -> Tensor:
     return query.unflatten(0, (geometry.index_heads, geometry.index_head_dim))
 
