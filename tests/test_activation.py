@@ -274,8 +274,8 @@ assert os.environ["TLLM_SPIN"] == str(path) and path.exists()
     assert calls == [[OLD_TREE, True, 0.5]]
     assert "hooked" in log
     code = f"""{USE_FAKE_HOOKS}
-from spin_trtllm.hosts.trtllm import enable
-enable({str(site_folder.parent)!r})
+import spin_trtllm
+spin_trtllm.enable({str(site_folder.parent)!r})
 import {NEW_TREE}
 {SHOW_CALLS}"""
     assert run(site_folder, code, spin=None)[0] == [[NEW_TREE, True, 0.25]]
