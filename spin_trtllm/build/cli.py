@@ -24,6 +24,7 @@ from spin_trtllm.commands.common import run
 from spin_trtllm.config import BLOCK_SIZES, STATE_DTYPES
 from spin_trtllm.errors import refuse
 from spin_trtllm.hosts.tensorrt.indexer import PRECISIONS
+from spin_trtllm.hosts.tensorrt.plugin import missing_plugin
 from spin_trtllm.hosts.triton.model_settings import ENGINES
 from spin_trtllm.step import SpinStep
 
@@ -207,6 +208,8 @@ def _echo_use(built: Built, triton: TritonOptions | None) -> None:
         folder = shlex.quote(str(built.output / FOLDER))
         what = "engines" if built.engines.builder else "only ONNX, no engines"
         _echo(f"TensorRT: {what} in {folder}\n")
+        if missing := missing_plugin():
+            _echo(f"TensorRT: {missing} and put it there\n")
     _echo(f"serve it: {shlex.quote(str(built.output / RUN_FILE))}\n")
     if triton is not None:
         _echo(f"with Triton: spin-trtllm triton {shlex.quote(str(triton.folder.parent))}\n")

@@ -43,7 +43,7 @@ from spin_trtllm.build.tensorrt_engines import (
 )
 from spin_trtllm.build.triton import TritonOptions, check_model_dir, model_files, write_model
 from spin_trtllm.config import SpinConfig
-from spin_trtllm.hosts.tensorrt.indexer import IndexerSizes
+from spin_trtllm.hosts.tensorrt.sizes import IndexerSizes
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ def _build_engine(
     if options is None or room is None:
         _write_stage(request, stages, checkpoint, output, files)
         return Built(output, files, None)
+    check_output_dir(output, checkpoint.path, force=request.force)  # before minutes of work
     with nullcontext() if request.dry_run else work_folder(output) as work:
-        check_output_dir(output, checkpoint.path, force=request.force)  # before minutes of work
         networks = stages.run(
             "export networks",
             lambda: export_networks(checkpoint, config, room, options, work),
@@ -194,7 +194,11 @@ def _size(request: BuildRequest, checkpoint: Checkpoint, config: SpinConfig) -> 
     networks = None
     if request.tensorrt is not None:
         networks = size_networks(
-            checkpoint, request.tensorrt, max_batch_size=max_batch_size, max_seq_len=max_seq_len
+            checkpoint,
+            config,
+            request.tensorrt,
+            max_batch_size=max_batch_size,
+            max_seq_len=max_seq_len,
         )
     return Sizes(max_batch_size, max_seq_len, target, key_dtype, memory, networks)
 

@@ -63,12 +63,18 @@ class TensorrtOptions:
 
 
 def size_networks(
-    checkpoint: Checkpoint, options: TensorrtOptions, *, max_batch_size: int, max_seq_len: int
+    checkpoint: Checkpoint,
+    config: SpinConfig,
+    options: TensorrtOptions,
+    *,
+    max_batch_size: int,
+    max_seq_len: int,
 ) -> IndexerSizes:
     """Check the options and size the networks.
 
     Raises:
-        SpinError: an option out of range, or a model whose indexer is another one.
+        SpinError: an option out of range, a model whose indexer is another one, or a state that
+            is too large for TensorRT.
     """
     if options.precision not in PRECISIONS:
         refuse("precision", options.precision, ", ".join(PRECISIONS))
@@ -78,7 +84,9 @@ def size_networks(
         refuse("architecture with --tensorrt", checkpoint.architecture, DEEPSEEK_V4)
     drafts = integer({"max_draft_len": options.max_draft_len}, "max_draft_len", 0, 7)
     pages = count_blocks(max_seq_len, PAGE_SLOTS * checkpoint.geometry.ratio)
-    return IndexerSizes(max_batch_size, 1 + drafts, pages * PAGE_SLOTS, PAGE_SLOTS)
+    sizes = IndexerSizes(max_batch_size, 1 + drafts, pages * PAGE_SLOTS, PAGE_SLOTS)
+    state_shapes(config, sizes)  # refuses before weights are read
+    return sizes
 
 
 def export_networks(
@@ -98,10 +106,17 @@ def export_networks(
     """
     rope = indexer_rope(read_json_object(checkpoint.path / CONFIG_FILE, "checkpoint_dir"))
     width = len(str(checkpoint.num_layers - 1))
-    networks = []
+    networks: list[Network] = []
+    first = checkpoint.geometry.layers[0]
+    latent = 0
     for layer in checkpoint.geometry.layers:
+        weights = read_indexer_weights(checkpoint, layer)
+        given = weights.query.shape[2]
+        latent = latent or given
+        if given != latent:  # all layers share their inputs' shapes, in the script, too
+            refuse(f"query_latent width of layer {layer}", given, f"{latent}, as in layer {first}")
         model = indexer_network(
-            read_indexer_weights(checkpoint, layer),
+            weights,
             rope,
             checkpoint.geometry,
             config,

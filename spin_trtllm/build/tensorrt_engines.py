@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -119,24 +119,34 @@ def describe_engines(engines: Engines) -> str:
 def work_folder(output: Path) -> Iterator[Path]:
     """The folder beside an output in which its engines are made.
 
-    It vanishes with success, and with a failure unless engines would be lost.
+    It vanishes with success, and with a failure unless engines would be lost; the folders above
+    it that were made for it then vanish, too.
 
     Raises:
         SpinError: it cannot be made.
     """
     name = hashlib.sha256(os.fsencode(output)).hexdigest()[:12]
     folder = output.parent / f".spin.tensorrt.{name}"
+    new = [parent for parent in folder.parents if not os.path.lexists(parent)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        _remove_empty(new)
         raise SpinError(f"output_dir: cannot make {str(folder)!r}: {error.strerror}") from error
     try:
         yield folder
     except BaseException:
         if not any(folder.glob("*.engine")):
             shutil.rmtree(folder, ignore_errors=True)
+            _remove_empty(new)
         raise
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):  # another build may have put something there
+            folder.rmdir()
 
 
 # ---- knowing an engine again ----

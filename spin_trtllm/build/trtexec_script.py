@@ -9,11 +9,15 @@ from collections.abc import Mapping, Sequence
 _TEMPLATE = """\
 #!/bin/sh
 # Build the engines of this folder with TensorRT's trtexec, on the kind of GPU that is to serve;
-# further arguments go to trtexec. What is there already stays.
+# further arguments go to trtexec. What is there already stays. Without the plugin it exits with 2.
 set -eu
 
 folder=$(dirname -- "$(readlink -f -- "$0")")
 plugin=$folder/{plugin}
+if ! test -f "$plugin"; then
+    echo "${{0##*/}}: $plugin: not there; build it with \\`make plugin\\` and put it there" >&2
+    exit 2
+fi
 
 for network in "$folder"/layer_*.onnx; do
     engine=${{network%.onnx}}.engine

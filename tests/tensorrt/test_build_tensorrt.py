@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import onnx
 import pytest
 import torch
 from checkpoints import FLASH, TINY, V32, checkpoint_dir
+from safetensors.torch import save_file
 from tensorrt_wheels import ROOT, RTX, need_plugin, wheel_environment
 
 from spin_trtllm.build import tensorrt_builder
@@ -117,6 +119,7 @@ def test_the_script_builds_what_is_not_there(build: Any, tmp_path: Path) -> None
     folder = tmp_path / "my engines"
     (tmp_path / "engine" / "tensorrt").rename(folder)
     (folder / "layer_3.engine").write_text("there")
+    (folder / "libspin_trt_plugin.so").touch()
     (tmp_path / "trtexec").write_text(
         "#!/bin/sh\n"
         'for a; do case $a in --saveEngine=*) printf "%s\\n" "$@" >"${a#*=}" ;; esac; done\n'
@@ -139,6 +142,46 @@ def test_the_script_builds_what_is_not_there(build: Any, tmp_path: Path) -> None
     )
     assert shapes["maxShapes"].startswith("hidden:4x2x320,")
     assert ",page_table:4x32," in shapes["optShapes"]
+
+
+@pytest.fixture
+def no_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where a plugin library is looked for, in vain."""
+    path = tmp_path / "absent" / "libspin_trt_plugin.so"
+    monkeypatch.setenv("SPIN_TRT_PLUGIN", str(path))
+    return path
+
+
+@pytest.mark.usefixtures("alone")
+def test_without_the_plugin_the_build_and_its_script_say_so(
+    build: Any, tmp_path: Path, no_plugin: Path
+) -> None:
+    code, out, err = build()
+    assert (code, err) == (0, "")
+    folder = tmp_path / "engine" / "tensorrt"
+    (line,) = (line for line in out.splitlines() if "libspin_trt_plugin.so" in line)
+    advice = "build it with `make plugin`"
+    assert line == (
+        f"TensorRT: libspin_trt_plugin.so: not found in {no_plugin}; {advice} and put it there"
+    )
+    assert manifest(tmp_path / "engine")["plugin"] is None
+    tried = subprocess.run([folder / "build_engines.sh"], capture_output=True, text=True)
+    plugin = folder / "libspin_trt_plugin.so"
+    expected = f"build_engines.sh: {plugin}: not there; {advice} and put it there\n"
+    assert (tried.returncode, tried.stderr) == (2, expected)
+
+
+@pytest.mark.usefixtures("alone")
+def test_with_the_plugin_nothing_is_said_of_it(
+    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin = tmp_path / "libspin_trt_plugin.so"
+    plugin.write_bytes(b"a library")
+    monkeypatch.setenv("SPIN_TRT_PLUGIN", str(plugin))
+    code, out, _ = build()
+    assert code == 0
+    assert "libspin_trt_plugin.so" not in out
+    assert (tmp_path / "engine" / "tensorrt" / plugin.name).read_bytes() == b"a library"
 
 
 @pytest.mark.usefixtures("alone")
@@ -215,6 +258,62 @@ def test_a_bad_checkpoint_is_one_line(
     assert (code, err.count("\n")) == (2, 1)
     assert line in err
     assert os.listdir(tmp_path) == ["model"]
+
+
+def test_query_latents_of_two_widths_are_one_line(build: Any, tmp_path: Path) -> None:
+    """Networks share their shapes, as the attention's latent has one width."""
+    few = {"num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4], "hidden_size": 256}
+    model = checkpoint_dir(tmp_path, FLASH | few | {"index_n_heads": 4})
+    tensors = {}
+    for layer, width in ((1, 64), (3, 96)):
+        stem = f"layers.{layer}.attn.indexer."
+        tensors[f"{stem}wq_b.weight"] = torch.zeros(512, width)
+        tensors[f"{stem}weights_proj.weight"] = torch.zeros(4, 256)
+    save_file(tensors, model / "model.safetensors")
+    code, _, err = build(checkpoint=model)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "query_latent width of layer 3: got 96, allowed: 64, as in layer 1" in err
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_tensors_beyond_tensorrts_limit_are_refused_before_weights_are_read(
+    build: Any, tmp_path: Path
+) -> None:
+    model = checkpoint_dir(tmp_path)  # its weights could not be read
+    sizes = ("--max_batch_size", 4096, "--max_seq_len", 1048576, "--max_draft_len", 7)
+    code, _, err = build(*sizes, checkpoint=model)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "elements of scores: got 17179869184, allowed: at most 2147483647" in err
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_nothing_is_made_beside_an_output_that_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    mkdir = Path.mkdir
+
+    def watched(path: Path, *given: Any, **more: Any) -> None:
+        made.append(path)
+        mkdir(path, *given, **more)
+
+    monkeypatch.setattr(Path, "mkdir", watched)
+    model = shutil.copytree(TINY, tmp_path / "model")
+    made.clear()
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments(model / "engine", checkpoint=model))
+    assert made == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_failed_build_leaves_no_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = checkpoint_dir(tmp_path)  # its weights cannot be read
+    (tmp_path / "there").mkdir()
+    for parts in ("new/er/engine", "there/new/engine", "x/" + "y" * 300 + "/engine"):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments(tmp_path / parts, checkpoint=model))
+        assert sorted(os.listdir(tmp_path)) == ["model", "there"]
+        assert os.listdir(tmp_path / "there") == []
 
 
 # -- which builder --------------------------------------------------------------------------------

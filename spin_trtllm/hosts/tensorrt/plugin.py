@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -51,6 +52,11 @@ def plugin_path() -> Path | None:
     return next((path for path in plugin_search_paths() if path.is_file()), None)
 
 
+def missing_plugin() -> str | None:
+    """Why `plugin_path` finds none and how to change that, one line; None if it finds one."""
+    return None if plugin_path() else _not_found(plugin_search_paths())
+
+
 def load_plugin(
     tensorrt: ModuleType | None = None, path: str | os.PathLike[str] | None = None
 ) -> Plugin:
@@ -84,9 +90,13 @@ def _existing(path: str | os.PathLike[str] | None) -> Path:
     library = plugin_path() if path is None else Path(path)
     if library is None or not library.is_file():
         places = plugin_search_paths() if path is None else [path]
-        shown = ", ".join(str(place) for place in places)
-        raise SpinError(f"{PLUGIN_NAME}: not found in {shown}; build it with `make plugin`")
+        raise SpinError(_not_found(places))
     return library.resolve()  # a bare name would be searched for along the loader's path
+
+
+def _not_found(places: Iterable[str | os.PathLike[str]]) -> str:
+    shown = ", ".join(str(place) for place in places)
+    return f"{PLUGIN_NAME}: not found in {shown}; build it with `make plugin`"
 
 
 def check_plugin(library: Path) -> None:
