@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,12 @@ import yaml
 
 from spin_trtllm.errors import SpinError, check_integer, refuse
 from spin_trtllm.geometry import to_ppm
+from spin_trtllm.layer_sparsity import (
+    FIELD,
+    LayerSparsity,
+    read_layer_sparsity,
+    write_layer_sparsity,
+)
 
 ENVIRONMENT_PREFIX = "TLLM_SPIN_"  # TensorRT-LLM hands TLLM* variables on to its workers
 
@@ -53,6 +59,8 @@ class SpinConfig:
     Attributes:
         block_size: `b`, slots a block.
         target_sparsity: `rho` in [0, 1), share of blocks that a decode step skips.
+        layer_sparsity: `rho` of single decoder layers, ascending pairs; given as a mapping or as
+            text, too (`read_layer_sparsity`). Other layers have `target_sparsity`.
         ema_decay: `alpha` in [0, 1), weight of the past in both averages.
         exploration: `gamma` in [0, 1], share of the kept blocks chosen by exploration.
         top_k: `K`, slots the attention reads; None takes the model's own value.
@@ -77,6 +85,7 @@ class SpinConfig:
 
     block_size: int = 64
     target_sparsity: float = 0.4
+    layer_sparsity: LayerSparsity = ()
     ema_decay: float = 0.5
     exploration: float = 0.05
     top_k: int | None = None
@@ -102,6 +111,7 @@ class SpinConfig:
         _check_fraction(self, "query_share", below_one=False)
         if to_ppm(self.target_sparsity) >= 1_000_000:
             refuse("target_sparsity", self.target_sparsity, "a number in [0, 1) in steps of 1e-6")
+        object.__setattr__(self, FIELD, read_layer_sparsity(self.layer_sparsity))
         if self.top_k is not None:
             check_integer("top_k", self.top_k, 1, MAX_TOP_K)
         check_integer("seed", self.seed, 0, 2**64 - 1)
@@ -114,6 +124,29 @@ class SpinConfig:
     def sparsity_ppm(self) -> int:
         """`rho_ppm` of SPEC 2."""
         return to_ppm(self.target_sparsity)
+
+    def layer_ppm(self, layer: int) -> int:
+        """`rho_ppm` of a decoder layer: its own, or else that of all."""
+        return to_ppm(dict(self.layer_sparsity).get(layer, self.target_sparsity))
+
+    def check_layers(self, layers: Sequence[int]) -> None:
+        """Refuse a target of a layer that has no indexer.
+
+        Args:
+            layers: decoder-layer indices of the model's indexers.
+
+        Raises:
+            SpinError: `layer_sparsity` names another one.
+        """
+        for layer, _ in self.layer_sparsity:
+            if layer not in layers:
+                refuse(f"{FIELD}: layer", layer, f"indexer layers {list(layers)}")
+
+    @property
+    def sparsity_text(self) -> str:
+        """The targets for people: `0.4`, or `0.4 (layers 1:0.5,3:0.3)`."""
+        own = write_layer_sparsity(self.layer_sparsity)
+        return f"{self.target_sparsity}" + (f" (layers {own})" if own else "")
 
     @property
     def exploration_ppm(self) -> int:
@@ -134,6 +167,10 @@ class SpinConfig:
         """This configuration with `top_k` settled: its own value, else the model's."""
         return self if self.top_k is not None else replace(self, top_k=model_top_k)
 
+    def at_sparsity(self, target_sparsity: float) -> SpinConfig:
+        """This configuration with one target for all layers."""
+        return replace(self, target_sparsity=target_sparsity, layer_sparsity=())
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, source: str = "spin") -> SpinConfig:
         """Build from a mapping. Unknown fields are refused by name, missing ones keep defaults."""
@@ -149,7 +186,7 @@ class SpinConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, in field order; `from_dict` reads them back to an equal configuration."""
-        return asdict(self)
+        return asdict(self) | {FIELD: dict(self.layer_sparsity)}
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> SpinConfig:
@@ -184,9 +221,10 @@ class SpinConfig:
 
     def to_environment(self) -> dict[str, str]:
         """Variables that `from_environment` reads back to an equal configuration."""
+        text = write_layer_sparsity(self.layer_sparsity)
         return {
             ENVIRONMENT_PREFIX + name.upper(): "null" if value is None else str(value)
-            for name, value in self.to_dict().items()
+            for name, value in (self.to_dict() | {FIELD: text}).items()
         }
 
 
@@ -209,7 +247,7 @@ def preset(name: str) -> SpinConfig:
 
 def _parse(variable: str, text: str, type_name: str) -> Any:
     """One environment variable as the type its field is annotated with."""
-    if type_name == "str":
+    if type_name in ("str", "LayerSparsity"):
         return text
     if type_name.endswith("None") and text == "null":
         return None

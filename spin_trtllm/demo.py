@@ -257,11 +257,12 @@ def expected_sparsity(engine: Engine, prompt_tokens: int, steps: int) -> float:
     config, ratio = engine.config, engine.geometry.ratio
     positions_tokens = torch.arange(prompt_tokens + 1, prompt_tokens + steps)
     blocks = count_blocks(visible_slots(positions_tokens, ratio), config.block_size)
+    layers = [config.layer_ppm(layer) for layer in engine.geometry.layers]
     budget = block_budget(
         blocks,
         top_k=engine.geometry.top_k,
         block_size_slots=config.block_size,
-        sparsity_ppm=config.sparsity_ppm,
+        sparsity_ppm=torch.tensor(layers).unsqueeze(-1),
         exploration_ppm=config.exploration_ppm,
     )
     return float((1 - torch.as_tensor(budget.kept_blocks).double() / blocks).mean())

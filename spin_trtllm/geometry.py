@@ -69,7 +69,7 @@ def block_budget(
     *,
     top_k: int,
     block_size_slots: int,
-    sparsity_ppm: int,
+    sparsity_ppm: int | torch.Tensor,
     exploration_ppm: int,
 ) -> Budget:
     """Split the blocks a row may keep into forced, ranked and explored ones (SPEC 4).
@@ -78,7 +78,8 @@ def block_budget(
         blocks: `B`, visible blocks of the row; integer or int64 tensor of any shape, `>= 0`.
         top_k: `K`; at least `ceil(K / b)` blocks are kept so that the top-k can be filled.
         block_size_slots: `b`.
-        sparsity_ppm: `rho` in parts per million, `0 <= rho < 1e6`.
+        sparsity_ppm: `rho` in parts per million, `0 <= rho < 1e6`; an int64 tensor has one for
+            each of `blocks` that it broadcasts to.
         exploration_ppm: `gamma` in parts per million; 0 turns exploration off.
     """
     as_int = isinstance(blocks, int)

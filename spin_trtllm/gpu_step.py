@@ -431,6 +431,8 @@ def _check_config(config: SpinConfig, state: GpuState, ratio: int, rows: int) ->
         refuse("exploration_policy", config.exploration_policy, "none, random")
     if config.query_share_ppm:
         refuse("query_share", config.query_share, "0: no kernel ranks by the current query yet")
+    if config.layer_sparsity:
+        refuse("layer_sparsity", dict(config.layer_sparsity), "{}: kernels have one target for all")
     if config.storage_dtype != state.dtype:
         refuse("state", str(state.dtype), f"a state of {config.state_dtype}")
     if config.pooling != "max" and isinstance(state, GrowingState):

@@ -85,6 +85,7 @@ class SpinStep:
             refuse("exploration_policy", config.exploration_policy, allowed)
         if config.storage_dtype != state.dtype:
             refuse("state", str(state.dtype), f"a state of {config.state_dtype}")
+        config.check_layers(state.layers)
         check_integer("ratio", ratio, 1, 2**31 - 1)
         self.config = config
         self.state = state
@@ -226,7 +227,7 @@ class SpinStep:
             ratio=self.ratio,
             block_size_slots=config.block_size,
             top_k=self.top_k_slots,
-            sparsity_ppm=config.sparsity_ppm,
+            sparsity_ppm=self._sparsity_ppm(layers),
             exploration_ppm=config.exploration_ppm,
             seed=config.seed,
             mask_policy=config.mask_policy,
@@ -235,6 +236,12 @@ class SpinStep:
             query_share_ppm=config.query_share_ppm,
             query_merge=config.query_merge,
         )
+
+    def _sparsity_ppm(self, layers: Tensor) -> int | Tensor:
+        """`rho_ppm` of every entry, or one for all; layers: int64 `[S]`."""
+        if not self.config.layer_sparsity:
+            return self.config.sparsity_ppm
+        return layers.new_tensor([self.config.layer_ppm(layer) for layer in layers.tolist()])
 
     def _block_scores(self, lanes: Tensor, positions: Tensor) -> Tensor:
         return reference.predict_blocks(

@@ -40,6 +40,7 @@ configs = st.fixed_dictionaries(
     {
         **{name: st.sampled_from(allowed) for name, allowed in CHOICES.items()},
         "target_sparsity": st.one_of(below_one, st.just(0)),
+        "layer_sparsity": st.dictionaries(st.integers(0, 99), below_one, max_size=3),
         "ema_decay": st.one_of(st.floats(0.0, 1.0, exclude_max=True), st.just(5e-324)),
         "exploration": st.one_of(st.floats(0.0, 1.0), st.sampled_from((0, 1))),
         "query_share": st.one_of(st.floats(0.0, 1.0), st.sampled_from((0, 1))),

@@ -209,8 +209,8 @@ def _identity(values: Mapping[str, Any]) -> CheckpointIdentity:
 
 def _check_spin_file(path: Path, config: SpinConfig) -> None:
     """`spin.yaml` is what a rank reads, `config.json` what a host checks: they must agree."""
-    written = SpinConfig.from_yaml(path)
+    written = SpinConfig.from_yaml(path).to_dict()
     for name, value in config.to_dict().items():
-        found = getattr(written, name)
+        found = written[name]
         if found != value:
             refuse(f"{SPIN_FILE}: {name}", found, f"{value!r}, as in config.json; or build anew")

@@ -35,6 +35,12 @@ EXIT_BAD_INPUT = 2
 # option, SpinConfig field, click type, help
 _SPIN_OPTIONS: list[tuple[str, str, Any, str]] = [
     ("--sparsity", "target_sparsity", float, "Share of blocks to skip, in [0, 1)."),
+    (
+        "--layer-sparsity",
+        "layer_sparsity",
+        str,
+        "The same for single layers, such as 1:0.5,3:0.3; the others keep --sparsity.",
+    ),
     ("--block-size", "block_size", int, f"Slots a block: {', '.join(map(str, BLOCK_SIZES))}."),
     ("--ema-decay", "ema_decay", float, "Weight of the past in the averages, in [0, 1)."),
     ("--exploration", "exploration", float, "Share of kept blocks that is explored, in [0, 1]."),

@@ -77,7 +77,7 @@ def command(
     source = (
         f"spin-trtllm {__version__} trace: {Path(checkpoint).resolve().name}, "
         f"{Path(prompt).name}, {len(ids)} prompt tokens, "
-        f"sparsity {config.target_sparsity}, blocks of {config.block_size}"
+        f"sparsity {config.sparsity_text}, blocks of {config.block_size}"
     )
     session.capture.save_trace(out, sequence_id, source=source, model=session.indexer_digest)
     if dump is not None:

@@ -41,7 +41,7 @@ def select_blocks(
     ratio: int,
     block_size_slots: int,
     top_k: int,
-    sparsity_ppm: int,
+    sparsity_ppm: int | Tensor,
     exploration_ppm: int,
     seed: int,
     mask_policy: str = "union",
@@ -58,7 +58,8 @@ def select_blocks(
         warm: bool `[S]`; a sequence that is not warm keeps every visible block.
         sequence_ids: int64 `[S]`, request ids (ids of 2**63 and above as their two's complement).
         layers: int64 `[S]`, decoder-layer index.
-        ratio, block_size_slots, top_k, sparsity_ppm, exploration_ppm, seed: SPEC 1 and 2.
+        ratio, block_size_slots, top_k, exploration_ppm, seed: SPEC 1 and 2.
+        sparsity_ppm: `rho_ppm`; int64 `[S]` gives each entry its own.
         mask_policy: `union`, or `row0` (row 0's blocks and the newest block of the last row).
         priorities: `[S, R, B]`, replaces SPEC 6's priorities for study; lowest explored first.
         query_scores: fp32 `[S, R, B]` from `score_blocks`, -inf where there is none.
@@ -72,7 +73,7 @@ def select_blocks(
         present,
         top_k=top_k,
         block_size_slots=block_size_slots,
-        sparsity_ppm=sparsity_ppm,
+        sparsity_ppm=sparsity_ppm if isinstance(sparsity_ppm, int) else sparsity_ppm.view(-1, 1),
         exploration_ppm=exploration_ppm,
     )
     if priorities is None:

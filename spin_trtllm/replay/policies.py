@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import refuse
-from spin_trtllm.geometry import block_budget, count_blocks, visible_slots
+from spin_trtllm.geometry import PPM, Budget, block_budget, count_blocks, visible_slots
 from spin_trtllm.reference.predict_blocks import NEVER, pool_blocks
 from spin_trtllm.reference.select_blocks import (
     Selection,
@@ -48,6 +48,7 @@ class Policy(ABC):
     """Decides and learns step by step; holds no more than one trace's state."""
 
     def __init__(self, config: SpinConfig, trace: Trace) -> None:
+        config.check_layers(trace.layers)
         self.config = config.with_top_k(trace.top_k)
         self.ratio, self.layers, self.rows = trace.ratio, trace.layers, trace.rows
         self.sequence_id = trace.sequence_id
@@ -140,6 +141,7 @@ class _Stateless(Policy):
         super().__init__(config, trace)
         self._next_token = NOWHERE
         self._last: Tensor | None = None  # scores of the last accepted row, [L, N]
+        self.layer_ppm = torch.tensor([config.layer_ppm(layer) for layer in trace.layers])
 
     def step(self, step: TraceStep) -> Outcome:
         """Decide, then remember the last accepted row; a jump forgets what came before."""
@@ -162,6 +164,16 @@ class _Stateless(Policy):
         """Visible blocks of each row: int64 `[R]`."""
         return count_blocks(
             visible_slots(step.positions_tokens, self.ratio), self.config.block_size
+        )
+
+    def budget(self, step: TraceStep, exploration_ppm: int = 0) -> Budget:
+        """SPIN's budget of each layer and row: int64 `[L, R]`."""
+        return block_budget(
+            self.present(step).expand(len(self.layers), -1),
+            top_k=self.top_k_slots,
+            block_size_slots=self.config.block_size,
+            sparsity_ppm=self.layer_ppm.unsqueeze(-1),
+            exploration_ppm=exploration_ppm,
         )
 
     def visible(self, step: TraceStep) -> Tensor:
@@ -211,13 +223,7 @@ class Predictor(_Stateless):
         chosen, explored = choose_blocks(
             pool_blocks(predicted, self.config.block_size, self.config.pooling),
             visible,
-            block_budget(
-                self.present(step).expand(len(layers), -1),
-                top_k=self.top_k_slots,
-                block_size_slots=self.config.block_size,
-                sparsity_ppm=self.config.sparsity_ppm,
-                exploration_ppm=self.config.exploration_ppm,
-            ),
+            self.budget(step, self.config.exploration_ppm),
             priorities.unsqueeze(1),
         )
         hot = warm.view(-1, 1, 1)
@@ -296,15 +302,9 @@ class Streaming(_Stateless):
     def decide(self, step: TraceStep) -> Outcome:
         """Needs no history, so it is always warm."""
         visible = self.visible(step)
-        kept = block_budget(
-            self.present(step),
-            top_k=self.top_k_slots,
-            block_size_slots=self.config.block_size,
-            sparsity_ppm=self.config.sparsity_ppm,
-            exploration_ppm=0,
-        ).kept_blocks
+        kept = torch.as_tensor(self.budget(step).kept_blocks)
         index = torch.arange(self.blocks)
-        oldest = (self.present(step) - torch.as_tensor(kept) + 1).unsqueeze(-1)
+        oldest = (self.present(step) - kept + 1).unsqueeze(-1)
         rows = visible & ((index == 0) | (index >= oldest))
         selection = self.join(rows, torch.zeros_like(rows), step)
         warm = torch.ones(len(self.layers), dtype=torch.bool)
@@ -320,13 +320,13 @@ class Tisa(_Stateless):
 
     def __init__(self, config: SpinConfig, trace: Trace) -> None:
         super().__init__(config, trace)
-        self._cursor = 0
+        self._cursor = torch.zeros(len(self.layers), dtype=torch.int64)  # whose turn it is
         self._cache = torch.full((len(self.layers), self.slots), NEVER)
 
     def forget(self) -> None:
         """Cached scores of another context mean nothing."""
         super().forget()
-        self._cursor = 0
+        self._cursor.zero_()
         self._cache.fill_(NEVER)
 
     def decide(self, step: TraceStep) -> Outcome:
@@ -346,34 +346,29 @@ class Tisa(_Stateless):
 
     def _refreshed(self, step: TraceStep) -> Tensor:
         present = int(self.present(step)[-1])
-        budget = block_budget(
-            present,
-            top_k=self.top_k_slots,
-            block_size_slots=self.config.block_size,
-            sparsity_ppm=self.config.sparsity_ppm,
-            exploration_ppm=0,
-        )
         index = torch.arange(self.blocks)
-        forced = (index == 0) | (index == present - 1)
+        refreshed = ((index == 0) | (index == present - 1)).expand(len(self.layers), -1)
         inner = max(present - 2, 0)
         if inner:
-            turn = (index - 1 - self._cursor) % inner
+            due = torch.as_tensor(self.budget(step).ranked_blocks)[:, -1]
+            turn = (index - 1 - self._cursor.unsqueeze(-1)) % inner
             middle = (index > 0) & (index < present - 1)
-            forced = forced | (middle & (turn < int(budget.ranked_blocks)))
-            self._cursor = (self._cursor + int(budget.ranked_blocks)) % inner
-        return self.visible(step) & forced
+            refreshed = refreshed | (middle & (turn < due.unsqueeze(-1)))
+            self._cursor = (self._cursor + due) % inner
+        return self.visible(step) & refreshed.unsqueeze(1)
 
 
 class IndexCache(_Stateless):
     """Every n-th indexer layer scores everything; the layers between reuse its top-k.
 
     `n = round(1 / (1 - rho))`: the share of layers that score, 1 / n, is as near to SPIN's budget
-    as a fixed period allows, 1/2 at rho = 0.4.
+    as a fixed period allows, 1/2 at rho = 0.4. Of layers that differ it takes the mean.
     """
 
     def decide(self, step: TraceStep) -> Outcome:
         """Layers that reuse score no block at all."""
-        every = max(1, round(1_000_000 / (1_000_000 - self.config.sparsity_ppm)))
+        scoring = PPM - self.layer_ppm.double().mean().item()
+        every = max(1, round(PPM / scoring))
         index = torch.arange(len(self.layers))
         source = index - index % every
         visible = self.visible(step)

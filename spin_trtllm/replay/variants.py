@@ -30,6 +30,9 @@ class SpinVariant(SpinStep):
         super().__init__(config, state, ratio=ratio)
         if config.reduction == "A0" and config.query_share_ppm:
             refuse("query_share", config.query_share, "0 with reduction A0, which has no budget")
+        if config.reduction == "A0" and config.layer_sparsity:
+            given = dict(config.layer_sparsity)
+            refuse("layer_sparsity", given, "{} with reduction A0, which has no budget")
         lanes = state.v.shape[0] * state.v.shape[1]
         # The clock counts observed steps; a block is as old as the steps since it was last scored.
         self._clock = torch.zeros(lanes, dtype=torch.int64)

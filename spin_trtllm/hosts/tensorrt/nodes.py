@@ -178,6 +178,8 @@ def _check_config(config: SpinConfig, slots: int, page_slots: int) -> None:
         refuse("exploration_policy", config.exploration_policy, "none, random")
     if config.query_share_ppm:
         refuse("query_share", config.query_share, "0: the plugin ranks by the averages only")
+    if config.layer_sparsity:
+        refuse("layer_sparsity", dict(config.layer_sparsity), "{}: nodes have one target for all")
     if page_slots not in PAGE_SLOTS:
         refuse("page_slots", page_slots, ", ".join(map(str, PAGE_SLOTS)))
     limit = native.MAX_BLOCKS * config.block_size

@@ -116,7 +116,7 @@ def _install(module_name: str) -> bool:
         _rank(),
         module_name.removeprefix("tensorrt_llm._torch."),
         ", ".join(hooked),
-        settings.config.target_sparsity,
+        settings.config.sparsity_text,
         settings.config.block_size,
         settings.path,
     )

@@ -335,6 +335,8 @@ def make_engine(metadata: Any, config: SpinConfig, backend: str) -> DecodeEngine
 
 
 def _make_step(shape: HostShape, config: SpinConfig) -> GpuStep | CpuStep:
+    if config.layer_sparsity:
+        refuse("layer_sparsity", dict(config.layer_sparsity), "{}: kernels have one target for all")
     lanes = shape.sequences * shape.pipeline_stages
     room: dict[str, Any] = {"sequences": lanes, "slots": shape.slots}
     sizes: dict[str, Any] = {

@@ -50,7 +50,7 @@ def _compute(evidence: Evidence) -> Findings:
             "before, which a method that skips blocks never has; prev_layer_best_of_5 even knows "
             "the answer. They bound what prediction can do.",
             f"spin predicts from its own averages, at a target sparsity of "
-            f"{evidence.config.target_sparsity:g}: it saw only the blocks it kept.",
+            f"{evidence.config.sparsity_text}: it saw only the blocks it kept.",
             "The first indexer layer has none before it. A claim compares two predictors on the "
             "rows that both predicted; the table gives each on all of its own rows.",
         ],

@@ -41,7 +41,7 @@ def policy_arms(config: SpinConfig, policies: Sequence[str]) -> Arms:
     """An arm for each exploration policy at each target sparsity."""
     return {
         label_of(policy, sparsity): Arm(
-            replace(config, exploration_policy=policy, target_sparsity=sparsity)
+            replace(config.at_sparsity(sparsity), exploration_policy=policy)
         )
         for policy in policies
         for sparsity in SPARSITIES

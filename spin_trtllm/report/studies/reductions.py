@@ -30,14 +30,13 @@ def _label(variant: str, sparsity: float) -> str:
 
 
 def _arms(config: SpinConfig, traces: Sequence[TraceFile]) -> Arms:
-    # Without a budget there is no share of it that the query could rank.
-    arms = {"A0": Arm(replace(config, reduction="A0", query_share=0.0))}
+    # Without a budget there is no share of it that the query could rank, and none for each layer.
+    unbudgeted = replace(config, reduction="A0", query_share=0.0, layer_sparsity=())
+    arms = {"A0": Arm(unbudgeted)}
     for variant in _BUDGETED:
         reduction, pooling = variant.split("-")
         for sparsity in _TARGETS if variant in _CLAIMED else SPARSITIES:
-            changed = replace(
-                config, reduction=reduction, pooling=pooling, target_sparsity=sparsity
-            )
+            changed = replace(config.at_sparsity(sparsity), reduction=reduction, pooling=pooling)
             arms[_label(variant, sparsity)] = Arm(changed)
     return arms
 

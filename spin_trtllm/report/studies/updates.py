@@ -44,7 +44,7 @@ def _drafts(traces: Sequence[TraceFile]) -> dict[str, Drafts | None]:
 def _arms(config: SpinConfig, traces: Sequence[TraceFile]) -> Arms:
     return {
         _label(name, mask, update, sparsity): Arm(
-            replace(config, mask_policy=mask, update_policy=update, target_sparsity=sparsity),
+            replace(config.at_sparsity(sparsity), mask_policy=mask, update_policy=update),
             drafts=drafts,
         )
         for name, drafts in _drafts(traces).items()
