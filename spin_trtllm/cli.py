@@ -13,6 +13,7 @@ from spin_trtllm.commands.common import run
 
 # name: (module, one line of help), so that --help imports nothing heavy
 _COMMANDS: dict[str, tuple[str, str]] = {
+    "calibrate": ("calibrate", "Find a target sparsity for each layer on captured traces."),
     "doctor": ("doctor", "Say what will run on this machine, what will not, and how to fix it."),
     "generate": ("generate", "Decode a prompt with SPIN on the embedded host, next to dense."),
     "replay": ("replay", "Replay a trace of indexer scores: what SPIN keeps and what it misses."),

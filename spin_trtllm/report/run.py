@@ -14,15 +14,14 @@ from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError, check_integer, refuse
 from spin_trtllm.files import atomic_file, exists
 from spin_trtllm.geometry import visible_slots
-from spin_trtllm.replay.policies import make_policy
+from spin_trtllm.report.inputs import check_traces
 from spin_trtllm.report.page import write_page
-from spin_trtllm.report.store import Store, TraceFile, hash_trace
+from spin_trtllm.report.store import MAX_JOBS, Store, TraceFile
 from spin_trtllm.report.studies import STUDIES
 from spin_trtllm.report.study import Arms, Evidence, Study
 
 PAGE = "report.html"
 _REPLAYS = "replays"  # folder of records
-_MAX_JOBS = 1024
 
 
 @dataclass(frozen=True)
@@ -78,17 +77,8 @@ def plan_report(
     for name in studies:
         if name not in STUDIES:
             refuse("--studies", name, ", ".join(STUDIES))
-    check_integer("--jobs", jobs, 1, _MAX_JOBS)
-    if not traces:
-        refuse("traces", list(traces), "at least one trace file")
-    files = [_check_trace(path, config) for path in traces]
-    _check_one_model(files)
-    first: dict[str, TraceFile] = {}
-    for file in files:
-        if file.sha256 in first:
-            allowed = f"each trace once; {str(first[file.sha256].path)!r} is the same"
-            refuse("traces", str(file.path), allowed)
-        first[file.sha256] = file
+    check_integer("--jobs", jobs, 1, MAX_JOBS)
+    files = check_traces(traces, config)
     chosen = [study for key, study in STUDIES.items() if key in studies]
     return Plan(files, _make_output(Path(output), resume=resume), config, chosen, jobs)
 
@@ -156,22 +146,6 @@ def _describe_trace(file: TraceFile) -> dict[str, Any]:
         "last_slots": slots[-1] if slots else None,
         "top_k": trace.top_k,
     }
-
-
-def _check_trace(path: str, config: SpinConfig) -> TraceFile:
-    file = hash_trace(Path(path))
-    make_policy("spin", config, file.open())  # the trace may lack what the parameters need
-    return file
-
-
-def _check_one_model(files: Sequence[TraceFile]) -> None:
-    """Figures over all traces would mix what different models do."""
-    first = files[0].open()
-    for file in files[1:]:
-        trace = file.open()
-        if not trace.of_same_model(first):
-            given = f"{file.path} ({trace.model_facts})"
-            refuse("traces", given, f"one model's, as {first.path} is ({first.model_facts})")
 
 
 def _make_output(output: Path, *, resume: bool) -> Path:

@@ -27,6 +27,8 @@ from spin_trtllm.replay.trace import Trace
 from spin_trtllm.report.drafts import DraftedTrace, Drafts
 from spin_trtllm.report.record import Record, measure
 
+MAX_JOBS = 1024
+
 _LAYOUT = 1  # of the files; raise it when `Record` changes
 _PIECE_BYTES = 2**20
 
