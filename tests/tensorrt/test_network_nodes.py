@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -100,6 +101,16 @@ def test_fields_are_the_configurations() -> None:
         (replace(CONFIG, exploration_policy="age"), {}, "exploration_policy: got 'age'"),
         (replace(CONFIG, query_share=0.5), {}, "query_share: got 0.5, allowed: 0"),
         (CONFIG, {"page_slots": 16}, "page_slots: got 16, allowed: 32, 64"),
+        (CONFIG, {"page_slots": 64.0}, "page_slots: got 64.0, allowed: 32, 64"),
+        (CONFIG, {"page_slots": [64]}, "page_slots: got [64], allowed: 32, 64"),
+        (CONFIG, {"ratio": 0}, "ratio: got 0, allowed: an integer in 1 .. 1048576"),
+        (CONFIG, {"ratio": 2**20 + 1}, "ratio: got 1048577"),
+        (CONFIG, {"ratio": 4.0}, "ratio: got 4.0"),
+        (CONFIG, {"layer": -1}, "layer: got -1, allowed: an integer in 0 .. 1023"),
+        (CONFIG, {"layer": 1024}, "layer: got 1024"),
+        (CONFIG, {"layer": None}, "layer: got None"),
+        (CONFIG, {"slots": 2048.0}, "slots: got 2048.0"),
+        (CONFIG, {"slots": "2048"}, "slots: got '2048'"),
         (
             CONFIG,
             {"slots": 16 * 16384 + 1},
@@ -115,9 +126,29 @@ def test_a_configuration_that_cannot_run_is_refused(
     assert str(error.value).startswith(line)
 
 
+def test_pages_larger_than_blocks_are_refused_where_pages_are_listed() -> None:
+    with pytest.raises(SpinError, match="page_slots: got 64, allowed: at most block_size = 32"):
+        fields_of("SpinPredictBlocks", replace(CONFIG, block_size=32))
+    with pytest.raises(SpinError, match="page_slots: got 32, allowed: at most block_size = 16"):
+        fields_of("SpinPredictBlocks", CONFIG, page_slots=32)
+    assert fields_of("SpinIndexer", replace(CONFIG, block_size=32))["page_slots"] == 64
+
+
 def test_an_unknown_node_is_refused() -> None:
     with pytest.raises(SpinError, match="node: got 'SpinAll', allowed: SpinIndexer, SpinPredict"):
         fields_of("SpinAll")
+
+
+def recording_plugin(given: list[Any]) -> Plugin:
+    """A plugin whose creators put down the fields they are given, and refuse them."""
+    tensorrt: Any = SimpleNamespace(
+        PluginField=lambda *a: a,
+        PluginFieldCollection=given.extend,
+        PluginFieldType=SimpleNamespace(INT64=0, FLOAT64=1),
+        TensorRTPhase=SimpleNamespace(BUILD=0),
+    )
+    creator = SimpleNamespace(create_plugin=lambda *a: None)
+    return Plugin(None, tensorrt, dict.fromkeys(NODES, creator))
 
 
 # -- ONNX -----------------------------------------------------------------------------------------
@@ -171,6 +202,63 @@ def test_wrong_names_are_refused(inputs: dict[str, Any], fields: dict[str, Any],
         with pytest.raises(SpinError) as error:
             add("SpinObserve", ports, values)
         assert str(error.value).startswith(line)
+
+
+BOTH: Any = (make_onnx_node, lambda *a: add_node(None, recording_plugin([]), *a))
+
+
+@pytest.mark.parametrize("add", BOTH)
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"ratio": [4]}, "SpinObserve: ratio: got [4], allowed: an integer of 64 bits"),
+        ({"ratio": "4"}, "SpinObserve: ratio: got '4', allowed: an integer of 64 bits"),
+        ({"ratio": 4.0}, "SpinObserve: ratio: got 4.0, allowed: an integer of 64 bits"),
+        ({"ratio": 2**64}, "SpinObserve: ratio: got 18446744073709551616"),
+        ({"ratio": -(2**63) - 1}, "SpinObserve: ratio: got -9223372036854775809"),
+        ({"ema_decay": "0.5"}, "SpinObserve: ema_decay: got '0.5', allowed: a number in [0, 1)"),
+        ({"ema_decay": None}, "SpinObserve: ema_decay: got None"),
+        ({"ema_decay": math.nan}, "SpinObserve: ema_decay: got nan"),
+        ({"ema_decay": 10**400}, "SpinObserve: ema_decay: got 1000000"),
+    ],
+)
+def test_wrong_values_are_refused(add: Any, changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(SpinError) as error:
+        add("SpinObserve", inputs_of("SpinObserve"), fields_of("SpinObserve") | changes)
+    assert str(error.value).startswith(line)
+
+
+@pytest.mark.parametrize("tensor", [None, "", 3, ["v"]])
+def test_an_onnx_input_is_a_name(tensor: Any) -> None:
+    with pytest.raises(SpinError, match=r"SpinObserve: v: got .*, allowed: the name of a tensor"):
+        make_onnx_node(
+            "SpinObserve", inputs_of("SpinObserve") | {"v": tensor}, fields_of("SpinObserve")
+        )
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1, 2**63, 2**64 - 1, -1, -(2**63)])
+def test_both_ways_take_the_same_64_bits(seed: int) -> None:
+    fields = fields_of("SpinIndexer") | {"seed": seed, "exact": True, "ema_decay": 0}
+    node, _ = make_onnx_node("SpinIndexer", inputs_of("SpinIndexer"), fields)
+    given: list[Any] = []
+    with pytest.raises(SpinError, match="what the plugin takes"):
+        add_node(None, recording_plugin(given), "SpinIndexer", inputs_of("SpinIndexer"), fields)
+    added = {name: array[0] for name, array, _ in given}
+    written = attributes(node)
+    bits = seed % 2**64
+    assert int(added["seed"]) % 2**64 == int(written["seed"]) % 2**64 == bits
+    assert added["exact"] == written["exact"] == 1
+    assert (added["ema_decay"], added["ema_decay"].dtype, written["ema_decay"]) == (
+        0,
+        float,
+        b"0.0",
+    )
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    fields = fields_of("SpinObserve") | {"ratio": np.int64(4), "ema_decay": np.float32(0.5)}
+    node, _ = make_onnx_node("SpinObserve", inputs_of("SpinObserve"), fields)
+    assert (attributes(node)["ratio"], attributes(node)["ema_decay"]) == (4, b"0.5")
 
 
 def test_onnx_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:

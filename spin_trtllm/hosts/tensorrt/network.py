@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from spin_trtllm.errors import SpinError, refuse
-from spin_trtllm.hosts.tensorrt.nodes import FieldValue, check_names, node_of
+from spin_trtllm.hosts.tensorrt.nodes import FieldValue, check_names, node_of, settle_fields
 from spin_trtllm.hosts.tensorrt.plugin import Plugin
 
 Array = np.ndarray[Any, Any]
@@ -41,13 +41,13 @@ def add_node(
         and is called `<name>_out` in the network.
 
     Raises:
-        SpinError: names that are wrong, or fields that the plugin refuses (it logs why).
+        SpinError: names or values that are wrong, or fields that the plugin refuses (it logs why).
     """
     node = node_of(name)
     check_names(node, inputs, fields)
     tensorrt, creator = plugin.tensorrt, plugin.creators[name]
     # a field is a bare pointer: the arrays have to outlive the creator's call
-    arrays = {field: _as_array(value) for field, value in fields.items()}
+    arrays = {field: _as_array(value) for field, value in settle_fields(node, fields).items()}
     collection = tensorrt.PluginFieldCollection(
         [_field(tensorrt, field, array) for field, array in arrays.items()]
     )

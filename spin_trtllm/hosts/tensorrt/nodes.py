@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from spin_trtllm import native
 from spin_trtllm.config import SpinConfig
-from spin_trtllm.errors import refuse
+from spin_trtllm.errors import check_integer, refuse
 
 NAMESPACE = "spin"
 VERSION = "1"
@@ -81,10 +83,15 @@ NODES = {
     )
 }
 REQUIRED_FIELDS = ("ratio", "slots", "top_k", "layer")  # the others have defaults
+REAL_FIELDS = ("ema_decay",)  # the others are integers
 
 BLOCK_SIZES = (16, 32, 64, 128)
 PAGE_SLOTS = (32, 64)
+MAX_RATIO = 2**20
+MAX_LAYERS = 1024
 _SIGNED_END = 2**63
+_INTEGER = (int, np.integer)
+_REAL = (*_INTEGER, float, np.floating)
 
 
 def node_of(name: str) -> Node:
@@ -118,6 +125,31 @@ def check_names(node: Node, given: Mapping[str, object], fields: Mapping[str, Fi
             refuse(f"{node.name}: fields", sorted(fields), f"{name} among them")
 
 
+def settle_fields(node: Node, fields: Mapping[str, object]) -> Fields:
+    """Values as a field holds them: integers of 64 bits with a sign, or doubles.
+
+    An integer without a sign is taken as its bits. Ranges are the plugin's to check.
+
+    Raises:
+        SpinError: names the field that is no such number.
+    """
+    return {name: _settle(f"{node.name}: {name}", name, value) for name, value in fields.items()}
+
+
+def _settle(argument: str, name: str, value: object) -> FieldValue:
+    if name in REAL_FIELDS:
+        if not isinstance(value, _REAL) or not 0 <= value < 1:
+            refuse(argument, value, "a number in [0, 1)")
+        return float(value)
+    if not isinstance(value, _INTEGER) or not -_SIGNED_END <= value < 2 * _SIGNED_END:
+        refuse(argument, value, "an integer of 64 bits")
+    return _signed(int(value))
+
+
+def _signed(bits: int) -> int:
+    return bits - 2 * _SIGNED_END if bits >= _SIGNED_END else bits
+
+
 def node_fields(
     name: str,
     config: SpinConfig,
@@ -145,7 +177,11 @@ def node_fields(
         SpinError: a configuration that the plugin cannot run.
     """
     node = node_of(name)
+    check_integer("ratio", ratio, 1, MAX_RATIO)
+    check_integer("layer", layer, 0, MAX_LAYERS - 1)
     _check_config(config, slots, page_slots)
+    if name == "SpinPredictBlocks" and page_slots > config.block_size:  # it lists whole pages
+        refuse("page_slots", page_slots, f"at most block_size = {config.block_size}")
     values: dict[str, FieldValue | None] = {
         "ratio": ratio,
         "slots": slots,
@@ -155,8 +191,7 @@ def node_fields(
         "page_slots": page_slots,
         "sparsity_ppm": config.sparsity_ppm,
         "exploration_ppm": config.exploration_ppm,
-        # fields are signed; the bits are what counts
-        "seed": config.seed - 2 * _SIGNED_END if config.seed >= _SIGNED_END else config.seed,
+        "seed": _signed(config.seed),
         "pooling": native.POOLINGS[config.pooling],
         "row0_mask": int(config.mask_policy == "row0"),
         "ema_decay": config.ema_decay,
@@ -180,8 +215,6 @@ def _check_config(config: SpinConfig, slots: int, page_slots: int) -> None:
         refuse("query_share", config.query_share, "0: the plugin ranks by the averages only")
     if config.layer_sparsity:
         refuse("layer_sparsity", dict(config.layer_sparsity), "{}: nodes have one target for all")
-    if page_slots not in PAGE_SLOTS:
+    if type(page_slots) is not int or page_slots not in PAGE_SLOTS:
         refuse("page_slots", page_slots, ", ".join(map(str, PAGE_SLOTS)))
-    limit = native.MAX_BLOCKS * config.block_size
-    if not 1 <= slots <= limit:
-        refuse("slots", slots, f"an integer in 1 .. {limit}")
+    check_integer("slots", slots, 1, native.MAX_BLOCKS * config.block_size)

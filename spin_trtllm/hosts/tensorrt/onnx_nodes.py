@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from spin_trtllm.errors import SpinError
+from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.hosts.tensorrt.nodes import (
     NAMESPACE,
     VERSION,
     FieldValue,
     check_names,
     node_of,
+    settle_fields,
 )
 
 DOMAIN = NAMESPACE
@@ -59,10 +60,13 @@ def make_onnx_node(
         to is called `<name>_out`.
 
     Raises:
-        SpinError: names that are wrong, or no `onnx`.
+        SpinError: names or values that are wrong, or no `onnx`.
     """
     node = node_of(name)
     check_names(node, inputs, fields)
+    for port, tensor in inputs.items():
+        if not isinstance(tensor, str) or not tensor:
+            refuse(f"{name}: {port}", tensor, "the name of a tensor")
     outputs = {
         port: prefix + (f"{port}_out" if port in node.inputs else port) for port in node.outputs
     }
@@ -74,7 +78,7 @@ def make_onnx_node(
         domain=DOMAIN,
         plugin_namespace=NAMESPACE,
         plugin_version=VERSION,
-        **{field: _attribute(value) for field, value in fields.items()},
+        **{field: _attribute(value) for field, value in settle_fields(node, fields).items()},
     )
     return made, outputs
 
