@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
@@ -18,6 +20,7 @@ from spin_trtllm.hosts.triton.server import (
     SERVER_VARIABLE,
     Server,
     backend_arguments,
+    check_plain,
     environment,
     find_server,
     missing,
@@ -25,15 +28,16 @@ from spin_trtllm.hosts.triton.server import (
 )
 
 LOOPBACK = "127.0.0.1"
+PORT = click.IntRange(1, 65535)
 
 
 @click.command("triton")
 @click.argument("repository", metavar="DIR", type=click.Path())
 @click.argument("arguments", metavar="[-- TRITONSERVER ARGUMENTS]", nargs=-1)
 @click.option("--host", default=LOOPBACK, show_default=True, help="Address to listen on.")
-@click.option("--http_port", type=int, default=8000, show_default=True)
-@click.option("--grpc_port", type=int, default=8001, show_default=True)
-@click.option("--metrics_port", type=int, default=8002, show_default=True)
+@click.option("--http_port", type=PORT, default=8000, show_default=True)
+@click.option("--grpc_port", type=PORT, default=8001, show_default=True)
+@click.option("--metrics_port", type=PORT, default=8002, show_default=True)
 @click.option(
     "--tritonserver",
     "given",
@@ -71,6 +75,7 @@ def command(
     for line in found:
         click.echo(f"missing here: {line}", err=True)
     if not dry_run:
+        _check_free(host, ports)
         prepare(server)
         _become(words, variables)
 
@@ -104,7 +109,19 @@ def _repository(directory: str) -> Path:
     path = Path(os.path.realpath(directory))
     if not path.is_dir() or not any(path.glob(f"*/{CONFIG_FILE}")):
         refuse("repository", directory, "a directory that trtllm-build --triton wrote")
-    return path
+    return check_plain("repository", path)
+
+
+def _check_free(host: str, ports: Mapping[str, int]) -> None:
+    """Triton finds a port that is taken, or one port for two, after it has loaded the models."""
+    with ExitStack() as stack:
+        for name, port in ports.items():
+            try:
+                stack.enter_context(socket.create_server((host, port)))
+            except OSError as error:
+                raise SpinError(
+                    f"--{name}_port: cannot listen on {host}:{port}: {error.strerror}"
+                ) from error
 
 
 def _printable(words: Sequence[str], variables: Mapping[str, str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -235,4 +236,74 @@ def test_a_cache_that_cannot_be_written(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     code, _, err = run(capfd, repository, "--tritonserver", wheel)
     assert code == 2
-    assert "cache: cannot " in err
+    assert "XDG_CACHE_HOME: cannot " in err
+
+
+def test_no_home(
+    capfd: pytest.CaptureFixture[str],
+    repository: Path,
+    wheel: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(module.Path, "home", none)
+    code, _, err = run(capfd, repository, "--tritonserver", wheel)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "XDG_CACHE_HOME: got None, allowed: a folder that can be written" in err
+
+
+@pytest.mark.parametrize("name", ["my models", "a;b", "$(x)", "a'b", "a\nb", "a&b", "*"])
+def test_paths_that_the_python_backend_breaks(
+    name: str,
+    capfd: pytest.CaptureFixture[str],
+    repository: Path,
+    wheel: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a space in it the real server waits for ever; the others are for its shell to run."""
+    odd = repository.rename(tmp_path / name)
+    code, out, err = run(capfd, odd, "--tritonserver", wheel, "--dry_run")
+    assert (code, out) == (2, "")
+    assert "repository: got " in err
+    monkeypatch.setenv("XDG_CACHE_HOME", str(odd))
+    plain = odd.rename(tmp_path / "größe_1.5,+@%=-x")
+    code, _, err = run(capfd, plain, "--tritonserver", wheel, "--dry_run")
+    assert code == 2
+    assert "XDG_CACHE_HOME: got " in err
+
+
+def test_another_wheel_in_the_same_folder_gets_its_own_backend(wheel: Path, tmp_path: Path) -> None:
+    prepare(find_server(wheel))
+    for version in ("0.7.0", "0.7.1"):
+        metadata = wheel / "nvidia_pytriton.dist-info" / "METADATA"
+        metadata.parent.mkdir(exist_ok=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: nvidia-pytriton\nVersion: {version}\n")
+        prepare(find_server(wheel))
+    assert len(list((tmp_path / "cache" / "spin-trtllm").iterdir())) == 3
+
+
+def test_ports_that_cannot_be_had(
+    capfd: pytest.CaptureFixture[str], repository: Path, wheel: Path, tmp_path: Path
+) -> None:
+    """Found before the models are loaded, which takes minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = run(capfd, repository, "--tritonserver", wheel, "--grpc_port", port)
+    assert code == 2
+    assert f"--grpc_port: cannot listen on 127.0.0.1:{port}: Address already in use" in err
+    words = ["--http_port", port, "--grpc_port", port]
+    code, _, err = run(capfd, repository, "--tritonserver", wheel, *words)
+    assert code == 2
+    assert f"--grpc_port: cannot listen on 127.0.0.1:{port}" in err
+    for port in (-1, 0, 65536):
+        code, _, err = run(capfd, repository, "--tritonserver", wheel, "--http_port", port)
+        assert code == 2
+        assert "is not in the range 1<=x<=65535" in err
+    code, _, err = run(capfd, repository, "--tritonserver", wheel, "--host", "192.0.2.1")
+    assert code == 2
+    assert "--http_port: cannot listen on 192.0.2.1:8000: " in err
+    assert not (tmp_path / "cache").exists()

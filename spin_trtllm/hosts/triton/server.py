@@ -18,6 +18,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import site
 import sys
@@ -32,11 +33,13 @@ from spin_trtllm.files import atomic_directory
 
 PROGRAM = "tritonserver"
 SERVER_VARIABLE = "SPIN_TRITONSERVER"
+CACHE_VARIABLE = "XDG_CACHE_HOME"
 WHEEL = "nvidia-pytriton"
 
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 _STUB = "triton_python_backend_stub"
 _FIRST_BAD_NUMPY = 2  # major version that the wheel's stub cannot read
+_PLAIN = re.compile(r"[\w/.,+@%=-]*")
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,20 @@ def find_server(given: str | os.PathLike[str] | None = None) -> Server:
     return found
 
 
+def check_plain(name: str, path: Path) -> Path:
+    """A path as it is, unless Triton's Python backend would break it.
+
+    It writes the paths of models and of its stub into a shell command as they are. One with a space
+    in it leaves a server that waits for ever, and other characters mean something to a shell.
+
+    Raises:
+        SpinError: a path with such a character.
+    """
+    if not _PLAIN.fullmatch(str(path)):
+        refuse(name, str(path), "a path of letters, digits and _ / . , + @ % = -")
+    return path
+
+
 def missing(server: Server) -> Iterator[str]:
     """What a server lacks to run models in this Python, one line each with what to do."""
     if server.wheel is None:
@@ -90,7 +107,7 @@ def missing(server: Server) -> Iterator[str]:
     if not _stub(server.wheel).is_file():
         has = sorted(path.name for path in _stub(server.wheel).parent.parent.iterdir())
         yield f"Python: got {_PYTHON}, allowed: {', '.join(has)}, which {WHEEL} has a stub for"
-    version = _numpy_version(server.wheel)
+    version = _version("numpy", server.wheel)
     if version is None or int(version.partition(".")[0]) >= _FIRST_BAD_NUMPY:
         yield (
             f"numpy: got {version or 'none'} for the stub of {WHEEL}, allowed: 1.x: "
@@ -132,7 +149,7 @@ def prepare(server: Server) -> None:
     """
     if server.wheel is None or (folder := _folder(server)).is_dir():
         return
-    with atomic_directory(folder, force=True, argument="cache") as made:
+    with atomic_directory(folder, force=True, argument=CACHE_VARIABLE) as made:
         _make_environment(made, server.wheel)
         backend = made / "backends" / "python"
         backend.mkdir(parents=True)
@@ -166,10 +183,20 @@ def _site_packages() -> list[str]:
 
 def _folder(server: Server) -> Path:
     """Where the folder of a server and this environment is; the same for the same of both."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    parts = (server.wheel, sys.base_prefix, spin_trtllm.__file__, *_site_packages())
+    # Versions, too: a later wheel in the same folder needs its own backend.
+    versions = (_version(WHEEL, server.wheel), _version("numpy", server.wheel))
+    parts = (server.wheel, *versions, sys.base_prefix, spin_trtllm.__file__, *_site_packages())
     digest = hashlib.sha256("\0".join(map(str, parts)).encode("utf-8", "surrogateescape"))
-    return cache / "spin-trtllm" / f"triton-py{_PYTHON}-{digest.hexdigest()[:12]}"
+    name = f"triton-py{_PYTHON}-{digest.hexdigest()[:12]}"
+    return check_plain(CACHE_VARIABLE, _cache() / "spin-trtllm" / name)
+
+
+def _cache() -> Path:
+    given = os.environ.get(CACHE_VARIABLE)
+    try:
+        return Path(given).absolute() if given else Path.home() / ".cache"
+    except RuntimeError:
+        refuse(CACHE_VARIABLE, given, "a folder that can be written, where there is no home")
 
 
 def _in_wheel(folder: Path) -> Server | None:
@@ -185,10 +212,10 @@ def _stub(wheel: Path) -> Path:
     return _root(wheel) / "python_backend_stubs" / _PYTHON / _STUB
 
 
-def _numpy_version(wheel: Path) -> str | None:
-    """Version of the numpy beside a wheel, or else of this environment."""
-    for path in (str(wheel), *_site_packages()):
-        found = list(importlib.metadata.distributions(name="numpy", path=[path]))
+def _version(package: str, wheel: Path | None) -> str | None:
+    """Version of a package beside a wheel, or else in this environment."""
+    for path in filter(None, (wheel and str(wheel), *_site_packages())):
+        found = list(importlib.metadata.distributions(name=package, path=[path]))
         if found:
             return found[0].version
     return None
