@@ -297,11 +297,44 @@ def test_parameters_go_through(llm_api: LlmApiEngine) -> None:
 
 
 def test_one_answer_without_streaming(llm_api: LlmApiEngine) -> None:
-    answers = ask(llm_api, "p", max_tokens=4, echo=True, wanted=Wanted(perf_metrics=True))
+    wanted = Wanted(perf_metrics=True, cumulative_logprob=True)
+    answers = ask(llm_api, "prompt: ", max_tokens=4, echo=True, wanted=wanted)
     last = answers.final()
-    assert (last.text, answers.partial) == ("abcd", [])
+    assert (last.text, answers.partial) == ("prompt: abcd", [])
     assert last.perf_metrics == {"arrival_time_ns": 90_000_000_001_000}
-    assert llm_api._llm.results[0].params.exclude_input_from_output is False
+    params = llm_api._llm.results[0].params
+    # TensorRT-LLM asserts as many log probabilities as tokens in the result.
+    assert (params.exclude_input_from_output, params.logprobs) == (True, 1)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "given"),
+    [
+        ({"top_p": 0.0}, (None, None, None)),  # "top_p > 0", says its C++ side
+        ({"temperature": 0.0, "top_p": 0.5}, (None, None, None)),
+        ({"temperature": 0.7, "top_k": 1}, (None, None, None)),
+        ({"temperature": 0.7, "top_k": 0, "top_p": 0.9}, (0.7, 0, 0.9)),
+    ],
+)
+def test_the_most_likely_token_is_asked_for_by_no_parameters(
+    llm_api: LlmApiEngine, sampling: dict[str, Any], given: tuple[Any, ...]
+) -> None:
+    ask(llm_api, "p", max_tokens=1, **sampling).final()
+    params = vars(llm_api._llm.results[0].params)
+    assert tuple(params.get(name) for name in ("temperature", "top_k", "top_p")) == given
+
+
+def test_a_cancel_that_comes_too_late_changes_nothing(llm_api: LlmApiEngine) -> None:
+    class LateCancel(Answers):
+        def send(self, output: Output, *, final: bool) -> None:
+            super().send(output, final=final)
+            llm_api._cancel("x")  # in the loop: before the request's task hears of its end
+
+    answers = LateCancel()
+    llm_api.submit(Request("p", Sampling(max_tokens=2), request_id="x"), answers)
+    assert answers.final().text == "ab"
+    assert wait_for(lambda: not llm_api._running)
+    assert answers._final.empty()  # a second final answer is an error of Triton's
 
 
 def test_errors_are_the_requests_own(llm_api: LlmApiEngine) -> None:

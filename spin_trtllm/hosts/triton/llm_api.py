@@ -105,21 +105,23 @@ class LlmApiEngine:
             await answering
         except asyncio.CancelledError:
             answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
-            reply.fail(CANCELLED_BY_CLIENT, Failure.CANCELLED)
+            (failed,) = await asyncio.gather(answering, return_exceptions=True)
+            if failed is not None:  # or else the whole answer has gone out before
+                reply.fail(CANCELLED_BY_CLIENT, Failure.CANCELLED)
         except ValueError as error:  # what TensorRT-LLM says of parameters and lengths
             reply.fail(str(error), Failure.INVALID_ARG)
         except Exception as error:
             reply.fail(f"{type(error).__name__}: {error}", Failure.INTERNAL)
 
     async def _answer(self, request: Request, reply: Reply) -> None:
+        echoed = request.prompt if request.echo else ""
         result = self._llm.generate_async(
             request.prompt, _sampling_params(request), streaming=request.streaming
         )
         try:
             async for each in result:
                 if request.streaming or each.finished:
-                    reply.send(_output(each.outputs[0]), final=each.finished)
+                    reply.send(_output(each.outputs[0], echoed), final=each.finished)
         except asyncio.CancelledError:
             result.abort()
             raise
@@ -135,20 +137,30 @@ def _make_llm(arguments: Mapping[str, Any]) -> Any:
 
 
 def _sampling_params(request: Request) -> Any:
+    """The request's parameters.
+
+    The prompt stays out of the result, where its tokens would be taken for some that have log
+    probabilities; `_answer` puts it before the text.
+    """
     from tensorrt_llm import SamplingParams
 
-    given = {name: value for name, value in asdict(request.sampling).items() if value is not None}
-    given["stop"] = list(request.sampling.stop) or None
+    sampling = request.sampling
+    given = {name: value for name, value in asdict(sampling).items() if value is not None}
+    if sampling.is_greedy:  # said by leaving these out: the C++ side refuses a top-p of 0
+        for name in ("temperature", "top_k", "top_p"):
+            given.pop(name, None)
     return SamplingParams(
-        **given,
-        exclude_input_from_output=not request.echo,
+        **{**given, "stop": list(sampling.stop) or None},
+        # the sum comes with the single ones only
+        logprobs=1 if request.wanted.cumulative_logprob else None,
+        exclude_input_from_output=True,
         return_perf_metrics=request.wanted.perf_metrics,
     )
 
 
-def _output(completion: Any) -> Output:
+def _output(completion: Any, echoed: str) -> Output:
     return Output(
-        text=completion.text,
+        text=echoed + completion.text,
         finish_reason=completion.finish_reason,
         stop_reason=completion.stop_reason,
         cumulative_logprob=completion.cumulative_logprob,
