@@ -70,6 +70,15 @@ def test_penalties_take_turns_with_the_best() -> None:
     assert LOGITS.exp().tolist()[0] == pytest.approx([0.1, 0.4, 0.3, 0.2])  # not written to
 
 
+@pytest.mark.parametrize("penalty", [3.4e38, -3.4e38])
+@pytest.mark.parametrize("kind", ["frequency_penalty", "presence_penalty"])
+def test_the_largest_penalties(kind: str, penalty: float) -> None:
+    """Twice the largest fp32 number, and the token after it is still a token."""
+    sampler = Sampler(Sampling(temperature=1.0, seed=1, **{kind: penalty}))
+    picked = [sampler.pick(LOGITS) for _ in range(4)]
+    assert len(set(picked)) == (4 if penalty > 0 else 1)
+
+
 def test_the_log_probability_is_the_models_own() -> None:
     sampler = Sampler(Sampling(temperature=0.1, top_k=1, frequency_penalty=1), sums_logprob=True)
     assert [sampler.pick(LOGITS), sampler.pick(LOGITS)] == [1, 2]

@@ -44,6 +44,24 @@ def test_no_part_of_a_character_is_shown(text: str) -> None:
     assert detokenizer.text == text
 
 
+def decode_bytes(tokens: Sequence[int]) -> str:
+    """A token is a byte, and each is shown as one while any is missing, as with byte fallback."""
+    try:
+        return bytes(tokens).decode()
+    except UnicodeDecodeError:
+        return "\N{REPLACEMENT CHARACTER}" * len(tokens)
+
+
+@given(st.text())
+def test_no_part_of_a_character_is_shown_where_each_byte_is_one(text: str) -> None:
+    detokenizer = Detokenizer(decode_bytes)
+    for token in text.encode():
+        detokenizer.add(token)
+        assert text.startswith(detokenizer.text)
+    detokenizer.finish()
+    assert detokenizer.text == text
+
+
 @given(st.lists(st.integers(0, 9)))
 def test_spaces_between_words_stay(tokens: list[int]) -> None:
     detokenizer = Detokenizer(decode_words)

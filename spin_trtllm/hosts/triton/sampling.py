@@ -50,8 +50,8 @@ class Sampler:
         return bool(self._sampling.frequency_penalty or self._sampling.presence_penalty)
 
     def _penalize(self, logits: Tensor) -> Tensor:
-        """Logits `[vocabulary]`, less of what was picked before."""
-        logits = logits.clone()
+        """Logits `[vocabulary]` in fp64, less of what was picked before."""
+        logits = logits.double()  # holds any penalty times any count; fp32 would reach infinity
         for token, times in self._picked.items():
             logits[token] -= (
                 self._sampling.presence_penalty + self._sampling.frequency_penalty * times

@@ -31,7 +31,8 @@ class Detokenizer:
         self._open.append(token)
         new = self._new_text()
         if new.endswith(REPLACEMENT):
-            self.text = self._settled + new.removesuffix(REPLACEMENT)
+            # All of them: some decoders write one for each byte that is there.
+            self.text = self._settled + new.rstrip(REPLACEMENT)
             return
         self._settled = self.text = self._settled + new
         if new:
