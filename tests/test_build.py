@@ -146,6 +146,15 @@ def test_single_options_override_the_file(build: Any, tmp_path: Path) -> None:
     assert config == replace(preset("deepseek-v4-flash"), **given)
 
 
+def test_targets_of_layers_are_not_built_for_kernels(build: Any, tmp_path: Path) -> None:
+    file = tmp_path / "layers.yaml"
+    file.write_text("{layer_sparsity: {2: 0.5, 4: 0.25}}")
+    line = "layer_sparsity: got {2: 0.5, 4: 0.25}, allowed: {}: kernels have one target for all"
+    for options in ([], ["--tensorrt"], ["--triton", tmp_path / "models"]):
+        assert_refused(build("--spin_config", file, *options), line)
+    assert not (tmp_path / "engine").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [

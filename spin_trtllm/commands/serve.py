@@ -17,7 +17,6 @@ from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.hosts.trtllm.activate import STARTUP_FILE, has_hooks, startup_file
 from spin_trtllm.hosts.trtllm.backend import read_backend
 from spin_trtllm.hosts.trtllm.settings import SPIN_VARIABLE, read_settings
-from spin_trtllm.layer_sparsity import write_layer_sparsity
 from spin_trtllm.probe import Report, probe
 
 PROGRAM = "trtllm-serve"
@@ -76,9 +75,6 @@ def missing(engine: Engine, report: Report, arguments: Sequence[str]) -> Iterato
     if shutil.which(PROGRAM) is None:
         yield f"no {PROGRAM} on PATH, allowed: an environment with TensorRT-LLM in it"
     yield from _missing_hooks(report, arguments)
-    if engine.config.layer_sparsity:
-        given = write_layer_sparsity(engine.config.layer_sparsity)
-        yield f"layer_sparsity: got {given}, allowed: none, as kernels have one target for all"
     sms = sorted({device.sm for device in report.devices})
     if sms != [engine.target_sm]:
         shown = ", ".join(f"sm_{sm}" for sm in sms) or "no CUDA device"
