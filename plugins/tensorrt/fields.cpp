@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fields.h"
 
+#include <locale.h>
+
+#include <cerrno>
 #include <charconv>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <string_view>
 
@@ -66,18 +70,54 @@ constexpr Field kFields[] = {
 };
 static_assert(sizeof(kFields) / sizeof(kFields[0]) == kMaxFields);
 
-// The whole of a text that may end in zeros, as one number.
-template <typename Number>
-bool read_text(std::string_view text, Number& number) {
-    while (!text.empty() && text.back() == '\0') {
-        text.remove_suffix(1);
+// This thread is in the C locale while one lives: in others numbers may have a decimal comma.
+class CLocale {
+public:
+    CLocale() : previous_(uselocale(c_locale())) {}
+    ~CLocale() { uselocale(previous_); }
+    CLocale(const CLocale&) = delete;
+    CLocale& operator=(const CLocale&) = delete;
+
+private:
+    static locale_t c_locale() {
+        static const locale_t made = newlocale(LC_ALL_MASK, "C", locale_t());
+        return made;
     }
+
+    locale_t previous_;
+};
+
+// The whole of a text as one number.
+template <typename Integer>
+bool read_text(std::string_view text, Integer& number) {
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
     return error == std::errc() && end == text.data() + text.size();
 }
 
+// std::from_chars has real numbers since GCC 11 only. strtod knows more than decimals, and needs a
+// zero at the end.
+bool read_text(std::string_view text, double& number) {
+    char digits[128];
+    if (text.empty() || text.size() >= sizeof(digits) || text.front() == '+' ||
+        text.find_first_not_of("0123456789.eE+-") != std::string_view::npos) {
+        return false;
+    }
+    digits[text.copy(digits, text.size())] = '\0';
+    const CLocale locale;
+    char* end = nullptr;
+    errno = 0;
+    number = std::strtod(digits, &end);
+    const bool vanished = number == 0.0 && errno == ERANGE;
+    return end == digits + text.size() && !vanished;
+}
+
+// A field's text without the zeros that may end it.
 std::string_view text_of(const PluginField& given) {
-    return {static_cast<const char*>(given.data), static_cast<size_t>(given.length)};
+    std::string_view text(static_cast<const char*>(given.data), static_cast<size_t>(given.length));
+    while (!text.empty() && text.back() == '\0') {
+        text.remove_suffix(1);
+    }
+    return text;
 }
 
 template <typename Number>
@@ -111,20 +151,27 @@ bool read_integer(const PluginField& given, int64_t& value) {
     }
 }
 
+// ONNX has 32 bits for what was written as a decimal and is computed with as a double: a shortest
+// decimal of those bits is what was written.
+bool read_float(float bits, double& value) {
+    const CLocale locale;
+    for (int precision = 1; precision <= 9; ++precision) {  // nine digits tell all floats apart
+        char digits[32];
+        std::snprintf(digits, sizeof(digits), "%.*g", precision, static_cast<double>(bits));
+        if (std::strtof(digits, nullptr) == bits) {
+            return read_text(digits, value);
+        }
+    }
+    return false;  // NaN
+}
+
 bool read_real(const PluginField& given, double& value) {
-    char digits[32];
     switch (given.type) {
         case PluginFieldType::kFLOAT64:
             value = load<double>(given);
             return true;
-        case PluginFieldType::kFLOAT32: {
-            // ONNX has 32 bits for what was written as a decimal and is computed with as a double:
-            // the shortest decimal of those bits is what was written.
-            const auto [end, error] =
-                std::to_chars(digits, digits + sizeof(digits), load<float>(given));
-            return error == std::errc() &&
-                   read_text(std::string_view(digits, static_cast<size_t>(end - digits)), value);
-        }
+        case PluginFieldType::kFLOAT32:
+            return read_float(load<float>(given), value);
         case PluginFieldType::kCHAR:
             return read_text(text_of(given), value);
         default:
@@ -134,6 +181,7 @@ bool read_real(const PluginField& given, double& value) {
 
 // What was given, for a log line.
 void show(const PluginField& given, char (&text)[48]) {
+    const CLocale locale;
     double real = 0.0;
     int64_t integer = 0;
     const int type = static_cast<int>(given.type), length = static_cast<int>(given.length);

@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
+import locale
 import math
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -127,6 +133,17 @@ def test_an_engine_keeps_every_field(node: str, times: int) -> None:
         ("ema_decay", math.nan),
         ("ema_decay", math.inf),
         ("ema_decay", "nan"),
+        ("ema_decay", ""),
+        ("ema_decay", " 0.5"),
+        ("ema_decay", "0.5 "),
+        ("ema_decay", "+0.5"),
+        ("ema_decay", "0,5"),
+        ("ema_decay", "0x1p-1"),
+        ("ema_decay", "0.5f"),
+        ("ema_decay", "1e-1e"),
+        ("ema_decay", "1e-400"),
+        ("ema_decay", "0.5\0.5"),
+        ("ema_decay", "0." + "5" * 1000),
         ("ema_decay", Typed(FIELD_INT32, 0)),
         ("ema_decay", Typed(FIELD_FLOAT32, math.nan)),
         ("exact", 2),
@@ -185,6 +202,47 @@ def test_a_seed_has_64_bits_as_text_or_number(seed: int) -> None:
 def test_a_decay_is_kept_exactly(decay: float) -> None:
     assert fields_of("SpinObserve", ema_decay=decay)["ema_decay"] == decay
     assert fields_of("SpinObserve", ema_decay=repr(decay))["ema_decay"] == decay
+
+
+@pytest.mark.parametrize("text", [".5", "5e-1", "5.0E-1", "0.50000", "0005e-001", "-0.0", "0e-999"])
+def test_a_decay_is_a_decimal(text: str) -> None:
+    assert fields_of("SpinObserve", ema_decay=text)["ema_decay"] == float(text)
+
+
+@pytest.fixture
+def decimal_comma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The process in a locale whose numbers have a decimal comma."""
+    definition = tmp_path / "comma.src"
+    definition.write_text(
+        'LC_NUMERIC\ndecimal_point "<U002C>"\nthousands_sep ""\ngrouping -1\nEND LC_NUMERIC\n'
+    )
+    localedef = shutil.which("localedef")
+    if localedef is None:
+        pytest.skip("there is no localedef")
+    command = [localedef, "-c", "-i", definition, tmp_path / "comma"]
+    subprocess.run(command, capture_output=True)  # 1 says that other categories are missing
+    monkeypatch.setenv("LOCPATH", str(tmp_path))
+    old = locale.setlocale(locale.LC_NUMERIC)
+    locale.setlocale(locale.LC_NUMERIC, "comma")
+    yield
+    locale.setlocale(locale.LC_NUMERIC, old)
+
+
+@pytest.mark.usefixtures("decimal_comma")
+def test_a_decay_is_read_alike_in_every_locale() -> None:
+    """What an engine says is the same everywhere, and so is the log."""
+    assert locale.localeconv()["decimal_point"] == ","
+    assert fields_of("SpinObserve", ema_decay="0.7")["ema_decay"] == 0.7
+    assert fields_of("SpinObserve", ema_decay=Typed(FIELD_FLOAT32, 0.7))["ema_decay"] == 0.7
+    for decay, shown in (("0,7", "text '0,7'"), (1.5, "1.5")):
+        assert host().create("SpinObserve", **FIELDS["SpinObserve"], ema_decay=decay) is None
+        assert f": got {shown}, allowed: " in host().log()
+
+
+@given(st.floats(0, 1, exclude_max=True, width=32))
+def test_a_decay_of_32_bits_has_these_bits(decay: float) -> None:
+    read = fields_of("SpinObserve", ema_decay=Typed(FIELD_FLOAT32, decay))["ema_decay"]
+    assert np.float32(read) == decay
 
 
 @given(st.integers(0, 99_999))

@@ -17,14 +17,15 @@ from plugin_host import plugin_path as find_plugin
 FUZZ_SECONDS = os.environ.get("SPIN_FUZZ_SECONDS", "3")
 
 
-def symbols(*options: str) -> set[str]:
+def symbols(*options: str, versions: bool = False) -> set[str]:
     plugin, nm = find_plugin(), shutil.which("nm")
     if plugin is None or nm is None:
         pytest.skip("the plugin has not been built, or there is no nm")
     listed = subprocess.run(
         [nm, "-D", *options, str(plugin)], capture_output=True, text=True, check=True
     )
-    return {line.split()[-1].split("@")[0] for line in listed.stdout.splitlines()}
+    names = (line.split()[-1] for line in listed.stdout.splitlines())
+    return {name if versions else name.split("@")[0] for name in names}
 
 
 def test_it_exports_what_tensorrt_looks_up_and_nothing_else() -> None:
@@ -36,6 +37,14 @@ def test_it_needs_neither_tensorrt_nor_the_cuda_runtime() -> None:
     assert not [n for n in wanted if "nvinfer" in n or "TensorRT" in n or n.startswith("cuda")]
     assert not [n for n in wanted if n.startswith("spin_")]
     assert "memcpy" in wanted  # the list is one
+
+
+def test_it_runs_with_the_cpp_runtime_of_gcc_8() -> None:
+    """Numbers from and to text are in later ones only; Ubuntu 20.04 has that of GCC 10."""
+    wanted = symbols("--undefined-only", "--with-symbol-versions", versions=True)
+    versions = [v for n in wanted for v in re.findall(r"GLIBCXX_([\d.]+)", n)]
+    assert versions  # the list is one
+    assert max(tuple(map(int, v.split("."))) for v in versions) <= (3, 4, 25)
 
 
 def test_it_offers_every_node() -> None:
