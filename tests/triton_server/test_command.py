@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from spin_trtllm import cli
+from spin_trtllm.commands import triton as command
 from spin_trtllm.hosts.triton import server as module
 from spin_trtllm.hosts.triton.server import environment, find_server, missing, prepare
 
@@ -287,9 +288,14 @@ def test_another_wheel_in_the_same_folder_gets_its_own_backend(wheel: Path, tmp_
 
 
 def test_ports_that_cannot_be_had(
-    capfd: pytest.CaptureFixture[str], repository: Path, wheel: Path, tmp_path: Path
+    capfd: pytest.CaptureFixture[str],
+    repository: Path,
+    wheel: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Found before the models are loaded, which takes minutes."""
+    monkeypatch.setattr(command, "_become", lambda words, variables: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, _, err = run(capfd, repository, "--tritonserver", wheel, "--grpc_port", port)
