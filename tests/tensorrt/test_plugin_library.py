@@ -11,7 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from plugin_host import BUILT, NODES, PLUGIN_SOURCES, ROOT, SOURCES, compile_cpp, find_host
+from plugin_host import (
+    BUILT,
+    NODES,
+    PLUGIN_SOURCES,
+    ROOT,
+    SOURCES,
+    compile_cpp,
+    find_host,
+    tensorrt_headers,
+)
 from plugin_host import plugin_path as find_plugin
 
 FUZZ_SECONDS = os.environ.get("SPIN_FUZZ_SECONDS", "3")
@@ -75,6 +84,39 @@ def test_a_chosen_folder_of_headers_rules_out_every_other(tmp_path: Path) -> Non
     assert (find(tmp_path).returncode, find(tmp_path).stdout) == (1, "")
     (tmp_path / "NvInferRuntime.h").touch()
     assert (find(tmp_path).returncode, find(tmp_path).stdout) == (0, f"{tmp_path}\n")
+
+
+def configure(build: Path, headers: Path) -> tuple[str, str]:
+    """What CMake says of the plugin, and its targets, with these headers."""
+    missing = [name for name in ("cmake", "nvcc") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    env = os.environ | {"TENSORRT_INCLUDE_DIR": str(headers)}
+    made = ["cmake", "-S", str(ROOT / "plugins"), "-B", str(build)]
+    done = subprocess.run(made, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    listed = ["cmake", "--build", str(build), "--target", "help"]
+    targets = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
+    return " ".join(done.stderr.split()), targets
+
+
+def test_headers_that_do_not_compile_cost_the_plugin_only(tmp_path: Path) -> None:
+    """An install goes on with the kernels, says why, and notices better headers the next time."""
+    old = tmp_path / "headers"
+    old.mkdir()
+    (old / "NvInferRuntime.h").write_text("#error TensorRT 8, say\n")
+    said, targets = configure(tmp_path / "build", old)
+    assert "the TensorRT plugin does not compile, installing without it: " in said
+    assert "error: #error TensorRT 8, say" in said
+    assert "spin_kernels" in targets
+    assert "spin_trt_plugin" not in targets
+
+    good = tensorrt_headers()
+    if good is None:
+        pytest.skip("no TensorRT headers: make plugin")
+    said, targets = configure(tmp_path / "build", good)
+    assert said == ""
+    assert "spin_trt_plugin" in targets
 
 
 def test_random_fields_shapes_and_addresses_break_nothing() -> None:
