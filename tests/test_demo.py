@@ -4,6 +4,7 @@
 import contextlib
 import io
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,6 +103,14 @@ def test_expected_sparsity_counted_by_hand(demonstrated):
     # are 641 slots and 41 blocks, of which 16 are skipped, as of the 40 before.
     assert demo.expected_sparsity(engine, 2_400, 3) == pytest.approx(15 / 38)
     assert demo.expected_sparsity(engine, 2_561, 4) == pytest.approx((0.4 + 2 * 16 / 41) / 3)
+
+
+def test_expected_sparsity_is_the_mean_over_the_layers(demonstrated):
+    engine = load_engine(demonstrated[0] / "engine")
+    config = replace(engine.config, layer_sparsity={1: 0.5, 6: 0.1})
+    skipped = (19 + 15 + 15 + 3) / 4  # of 38 blocks, in layers 1, 3, 4 and 6
+    found = demo.expected_sparsity(replace(engine, config=config), 2_400, 3)
+    assert found == pytest.approx(skipped / 38)
 
 
 def test_dense_answers_nearly_everything(summary):

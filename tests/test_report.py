@@ -261,6 +261,22 @@ def test_processes_find_what_one_finds(tmp_path: Path, capsys: Capture) -> None:
     assert one == two
 
 
+def test_studies_that_vary_the_sparsity_give_all_layers_the_same(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    traces = write_traces(tmp_path, 20)
+    swept = ("--studies", "tables2-5,figure2,figure3,figure4")
+    alike = report(capsys, traces, tmp_path / "alike", *swept)
+    layered = report(capsys, traces, tmp_path / "own", *swept, "--layer-sparsity", "2:0.7,6:0.0")
+    for study, found in alike.items():
+        assert found["rows"] == layered[study]["rows"]
+    fixed = [
+        report(capsys, traces, tmp_path / f"fixed-{n}", "--studies", "table1", *options)
+        for n, options in enumerate(([], ["--layer-sparsity", "2:0.7,6:0.0"]))
+    ]
+    assert fixed[0]["table1"]["rows"] != fixed[1]["table1"]["rows"]
+
+
 # ---------------------------------------------------------------- bad input
 def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, capsys: Capture) -> None:
     (trace, other), output = write_traces(tmp_path, 10), tmp_path / "out"

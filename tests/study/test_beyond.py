@@ -3,6 +3,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from benchmarks.study.beyond.findings import find, layer_targets
 from benchmarks.study.beyond.measure import Document, Figures, load, measure, save
 from benchmarks.study.beyond.table import write_table
 from benchmarks.study.beyond.variants import (
-    LayerBudgets,
     NewestRead,
     Novelty,
     Surprise,
@@ -30,6 +30,7 @@ from spin_trtllm.reference.predict_blocks import pool_blocks
 from spin_trtllm.replay.policies import Outcome, SpinPolicy
 from spin_trtllm.replay.run import replay
 from spin_trtllm.replay.trace import Trace, write_trace
+from spin_trtllm.replay.variants import SpinVariant
 
 STEPS, SLOTS, TOP_K = 24, 320, 32
 CONFIG = SpinConfig(block_size=16, target_sparsity=0.5, exploration=0.1)
@@ -106,20 +107,31 @@ def test_vertical_only_predicts_by_the_vertical_average(trace):
 
 
 # ---------------------------------------------------------------- budgets
-def test_equal_budgets_are_spin(trace):
-    spin = outcomes(SpinPolicy(CONFIG, trace), trace)
-    layers = outcomes(LayerBudgets(CONFIG, trace, [0.5, 0.5]), trace)
-    assert all(same(*pair) for pair in zip(spin, layers, strict=True))
-    spin = outcomes(SpinPolicy(CONFIG, trace, variant=VerticalOnly), trace)
-    assert not all(same(*pair) for pair in zip(spin, layers, strict=True))
-    layers = outcomes(LayerBudgets(CONFIG, trace, [0.5, 0.5], variant=VerticalOnly), trace)
-    assert all(same(*pair) for pair in zip(spin, layers, strict=True))
-
-
 def test_layers_have_budgets_of_their_own(trace):
-    *_, last = outcomes(LayerBudgets(CONFIG, trace, [0.7, 0.2]), trace)
-    blocks = -(-SLOTS // 16)
-    assert last.selection.blocks.sum(-1).tolist() == [blocks - int(s * blocks) for s in (0.7, 0.2)]
+    config = replace(CONFIG, layer_sparsity={1: 0.7, 3: 0.2})
+    for step in (SpinVariant, VerticalOnly):
+        *_, last = outcomes(SpinPolicy(config, trace, variant=step), trace)
+        blocks = -(-SLOTS // 16)
+        kept = [blocks - int(s * blocks) for s in (0.7, 0.2)]
+        assert last.selection.blocks.sum(-1).tolist() == kept
+
+
+def test_a_variant_decides_otherwise(trace):
+    spin = outcomes(SpinPolicy(CONFIG, trace), trace)
+    vertical = outcomes(SpinPolicy(CONFIG, trace, variant=VerticalOnly), trace)
+    assert not all(same(*pair) for pair in zip(spin, vertical, strict=True))
+
+
+def test_novelty_at_rest_is_spin(trace):
+    class Rest(Novelty):
+        swing = 0.0
+
+        def signal(self, step, outcome):
+            return torch.zeros(2)
+
+    spin = outcomes(SpinPolicy(CONFIG, trace), trace)
+    rest = outcomes(Rest(CONFIG, trace), trace)
+    assert all(same(*pair) for pair in zip(spin, rest, strict=True))
 
 
 def test_a_signal_above_its_mean_gets_more_budget(trace):

@@ -13,8 +13,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -81,11 +80,12 @@ class Sweep:
         target: float,
     ) -> Figures:
         trace = Trace(trace_path(self.traces, *self.documents[number], arm.view))
-        make = arm.make
+        config = arm.config(target)
         if arm.by_layer is not None:  # from the documents of the other parity
             others = range((number + 1) % 2, len(truths), 2)
-            make = partial(make, targets=layer_targets(known, others, target))
-        policy = make(arm.config(target), trace)
+            targets = layer_targets(known, others, target)
+            config = replace(config, layer_sparsity=dict(zip(trace.layers, targets, strict=True)))
+        policy = arm.make(config, trace)
         return measure(policy, trace, truths[number], arm, self.key_bytes)
 
     def _digest(self, name: str, arm: Arm) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 from benchmarks.study.beyond.capture import VIEWS
 from benchmarks.study.beyond.variants import (
     E4m3State,
-    LayerBudgets,
     Log8State,
     NewestRead,
     Surprise,
@@ -37,8 +36,8 @@ class Arm:
         make: its policy.
         averages: of every slot that are stored: V and D, V, or none.
         average_bytes: of one of them; None: what the configuration stores.
-        by_layer: the arm whose misses on other documents decide the budget of each layer, which
-            `make` then takes as `targets`; None: all layers have the same.
+        by_layer: the arm whose misses on other documents decide the target of each layer; None: all
+            layers have the same.
     """
 
     group: str
@@ -113,17 +112,12 @@ ARMS: dict[str, Arm] = {
         )
         for q in (0.3, 0.5)
     },
-    "budget by layer": Arm("adaptive", make=LayerBudgets, by_layer=BASELINE),
-    "query 0.3, budget by layer": replace(
-        _query(0.3), group="adaptive", make=LayerBudgets, by_layer="query 0.3"
-    ),
-    "query alone, budget by layer": replace(
-        _QUERY_ALONE, group="adaptive", make=LayerBudgets, by_layer="query alone"
-    ),
-    "vertical, log 8 bit, budget by layer": Arm(
-        "adaptive",
-        {"state_dtype": "fp32"},
-        make=partial(LayerBudgets, variant=VerticalLog8),
+    "budget by layer": Arm("adaptive", by_layer=BASELINE),
+    "query 0.3, budget by layer": replace(_query(0.3), group="adaptive", by_layer="query 0.3"),
+    "query alone, budget by layer": replace(_QUERY_ALONE, group="adaptive", by_layer="query alone"),
+    "vertical, log 8 bit, budget by layer": _variant(
+        VerticalLog8,
+        group="adaptive",
         averages=1,
         average_bytes=1,
         by_layer="vertical, log 8 bit",

@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks.study.beyond.arms import ARMS, BASELINE, SPARSITIES
 from benchmarks.study.beyond.measure import Figures
+from spin_trtllm.calibration.allocate import Curve, allocate
 from spin_trtllm.report.intervals import Estimate, interpolate, mean_of, p99_of
 from spin_trtllm.report.record import FloatArray
 
@@ -92,30 +93,15 @@ def _rounded(estimate: Estimate) -> dict[str, float | None]:
     }
 
 
-def layer_targets(
-    by_target: ByTarget, calibrate: Sequence[int], target: float, *, step: float = 0.01
-) -> list[float]:
+def layer_targets(by_target: ByTarget, calibrate: Sequence[int], target: float) -> list[float]:
     """Target sparsity of each layer, least missed in the mean at this mean sparsity.
-
-    Sparsity is given out step by step, each to the layer that then misses least more.
 
     Args:
         by_target: an arm's figures at `SPARSITIES`; calibrate: documents to look at.
         target: mean over the layers.
     """
-    curves = np.array(
-        [np.concatenate([of_target[n].miss for n in calibrate]) for of_target in by_target]
-    )
-    grid = np.arange(0.0, SPARSITIES[-1] + step / 2, step)
-    known = np.concatenate([np.zeros((1, curves.shape[-1])), np.nanmean(curves, 1)])
-    misses = [
-        np.interp(grid, (0.0, *SPARSITIES), known[:, layer]) for layer in range(known.shape[1])
-    ]
-    places = [0] * len(misses)
-    for _ in range(round(target / step) * len(misses)):
-        rises = [
-            miss[place + 1] - miss[place] if place + 1 < len(grid) else np.inf
-            for miss, place in zip(misses, places, strict=True)
-        ]
-        places[int(np.argmin(rises))] += 1
-    return [round(float(grid[place]), 6) for place in places]
+    targets = np.array((0.0, *SPARSITIES))
+    misses = [np.concatenate([of_target[n].miss for n in calibrate]) for of_target in by_target]
+    missed = np.stack([np.nanmean(miss, 0) for miss in misses], 1)
+    # Single rows all have the same budget at one target, so it stands for what is skipped.
+    return allocate([Curve(targets, targets, np.append(0.0, layer)) for layer in missed], target)

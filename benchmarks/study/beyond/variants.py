@@ -83,14 +83,12 @@ class VerticalLog8(VerticalOnly, Log8State):
 
 
 class Budgeted(Policy):
-    """SPIN whose target sparsity may differ by layer and by step, one row a step."""
+    """SPIN whose target sparsity may differ by step, one row a step."""
 
-    def __init__(
-        self, config: SpinConfig, trace: Trace, *, variant: type[SpinVariant] = SpinVariant
-    ) -> None:
+    def __init__(self, config: SpinConfig, trace: Trace) -> None:
         super().__init__(config, trace)
         self._spins = [
-            variant(
+            SpinVariant(
                 self.config,
                 SpinState([layer], sequences=1, slots=trace.slots, dtype=config.storage_dtype),
                 ratio=trace.ratio,
@@ -129,25 +127,6 @@ class Budgeted(Policy):
         outcome = Outcome(torch.cat(warm), selection, torch.cat(picks))
         self.learn(step, outcome)
         return outcome
-
-
-class LayerBudgets(Budgeted):
-    """A target for each layer, the same in every step."""
-
-    def __init__(
-        self,
-        config: SpinConfig,
-        trace: Trace,
-        targets: Sequence[float],
-        *,
-        variant: type[SpinVariant] = SpinVariant,
-    ) -> None:
-        super().__init__(config, trace, variant=variant)
-        self._targets = targets
-
-    def targets(self) -> Sequence[float]:
-        """As given."""
-        return self._targets
 
 
 class Novelty(Budgeted):
