@@ -124,7 +124,7 @@ def test_the_easy_layer_gets_all_that_it_can_skip(tmp_path: Path, capsys: Captur
     assert out.splitlines()[-1] == str(output)
     config = SpinConfig.from_yaml(output)
     assert config.target_sparsity == 0.4
-    assert dict(config.layer_sparsity)[2] == pytest.approx(TARGETS[-1], abs=0.005)
+    assert dict(config.layer_sparsity)[2] == pytest.approx(TARGETS[-1], abs=0.01)
     assert dict(config.layer_sparsity)[6] < 0.01
     assert "held out" in out
     # What the file does is what a replay with it does.
@@ -177,7 +177,7 @@ def test_a_file_of_earlier_targets_is_no_obstacle(tmp_path: Path, capsys: Captur
     assert "held out" not in out
     config = SpinConfig.from_yaml(output)
     assert (config.seed, config.top_k) == (3, 6)
-    assert dict(config.layer_sparsity)[2] > 0.79
+    assert dict(config.layer_sparsity)[2] > 0.78
 
 
 @pytest.mark.parametrize(
