@@ -214,7 +214,8 @@ def _stub(wheel: Path) -> Path:
 
 def _version(package: str, wheel: Path | None) -> str | None:
     """Version of a package beside a wheel, or else in this environment."""
-    for path in filter(None, (wheel and str(wheel), *_site_packages())):
+    beside = [] if wheel is None else [str(wheel)]
+    for path in (*beside, *_site_packages()):
         found = list(importlib.metadata.distributions(name=package, path=[path]))
         if found:
             return found[0].version
