@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ PROMPT = "This License does not grant permission to use the trade names, tradema
 PROMPTS = (PROMPT, PROMPT * 11)  # too short for SPIN to skip anything, and not
 NEW_TOKENS = 48
 STREAM = "stream"
+COUNTERS_SECONDS = 0.5  # they follow the last answer
 
 
 @click.command()
@@ -45,6 +47,7 @@ def command(output: Path, tritonserver: str | None) -> None:
         for prompt in PROMPTS:
             _ask(server, prompt)
         _stream(server, PROMPT)
+        time.sleep(COUNTERS_SECONDS)
         click.echo(f"\n$ curl {server.metrics}/metrics")
         click.echo("\n".join(_metrics(server)))
     click.echo(f"\nstopped; its log is {output / 'server.log'}")

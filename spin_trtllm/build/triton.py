@@ -112,7 +112,9 @@ def check_model_dir(options: TritonOptions, apart_from: Iterable[Path], *, force
         SpinError: an impossible name, an overlap, or a directory that may not be replaced.
     """
     if not _NAME.fullmatch(options.name):
-        refuse("--triton_name", options.name, "letters, digits, _, . and -, not . or - first")
+        refuse(
+            "--triton_name", options.name, "1 .. 128 letters, digits, _, . and -, not . or - first"
+        )
     if options.engine not in ENGINES:
         refuse("--triton_engine", options.engine, ", ".join(ENGINES))
     folder = options.folder
