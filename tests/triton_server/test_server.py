@@ -29,7 +29,7 @@ http = pytest.importorskip("tritonclient.http")
 InferenceServerException = pytest.importorskip("tritonclient.utils").InferenceServerException
 
 CLIENTS = 32
-REQUESTS = int(os.environ.get("SPIN_TRITON_REQUESTS", "25"))  # of each client; 200 in full
+REQUESTS = int(os.environ.get("SPIN_TRITON_REQUESTS", "200"))  # of each client
 PROMPT = "Permission is granted. " * 10
 
 
