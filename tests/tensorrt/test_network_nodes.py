@@ -1,45 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes in networks and ONNX, and finding TensorRT: names, fields, one line for what is wrong."""
+"""Nodes in networks and ONNX: names, fields, one line for what is wrong."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-import torch
-from checkpoints import TINY
 
-from spin_trtllm.build.checkpoint import IndexerGeometry, read_checkpoint
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError
 from spin_trtllm.hosts.tensorrt import (
-    FLAVOURS,
     NODES,
-    IndexerSizes,
-    IndexerWeights,
     Plugin,
-    Rope,
     add_node,
-    allow_aliasing,
-    import_flavour,
-    indexer_network,
-    installed_flavours,
-    load_plugin,
     make_onnx_node,
     node_fields,
-    plugin_path,
-    read_indexer_weights,
 )
-from spin_trtllm.hosts.tensorrt.builder import EngineJob, build_engines
-from spin_trtllm.hosts.tensorrt.rope import indexer_rope
 
 CONFIG = SpinConfig(top_k=64, block_size=16)
 SIZES = {"ratio": 4, "slots": 2048, "layer": 3}
@@ -267,230 +249,6 @@ def test_onnx_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         make_onnx_node("SpinObserve", inputs_of("SpinObserve"), fields_of("SpinObserve"))
 
 
-# -- the indexer network --------------------------------------------------------------------------
-
-
-SMALL = IndexerSizes(2, 1, 128)
-
-
-def network(
-    geometry: IndexerGeometry,
-    config: SpinConfig = CONFIG,
-    *,
-    weights: IndexerWeights | None = None,
-    sizes: IndexerSizes = SMALL,
-    **options: Any,
-) -> Any:
-    heads, head_dim = geometry.index_heads, geometry.index_head_dim
-    weights = weights or IndexerWeights(3, torch.zeros(heads, head_dim, 8), torch.zeros(heads, 8))
-    return indexer_network(weights, Rope(torch.ones(8)), geometry, config, sizes, **options)
-
-
-@pytest.mark.parametrize(
-    ("geometry", "options", "line"),
-    [
-        ((65, 128, 64), {}, "index_n_heads: got 65, allowed: at most 64"),
-        ((64, 129, 64), {}, "index_head_dim: got 129, allowed: 16 .. 128"),
-        ((64, 8, 64), {}, "index_head_dim: got 8, allowed: 16 .. 128"),
-        ((64, 96, 64), {}, "index_head_dim: got 96, allowed: a power of two"),
-        ((64, 128, 32), {}, "config.top_k: got 64, allowed: 32, the model's index_topk"),
-        ((64, 128, 64), {"precision": "int4"}, "precision: got 'int4', allowed: fp32, fp16,"),
-    ],
-)
-def test_a_model_that_does_not_fit_is_refused(
-    geometry: tuple[int, int, int], options: dict[str, Any], line: str
-) -> None:
-    with pytest.raises(SpinError) as error:
-        network(IndexerGeometry((3,), 4, *geometry), **options)
-    assert str(error.value).startswith(line)
-
-
-def test_ninety_six_dimensions_do_without_rotation() -> None:
-    onnx.checker.check_model(network(IndexerGeometry((3,), 4, 64, 96, 64), rotate=False))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "precision", "line"),
-    [
-        ("query", math.nan, "bf16", "query projection of layer 3: got nan, allowed: finite"),
-        ("heads", math.nan, "fp8", "head weights of layer 3: got nan, allowed: finite numbers"),
-        ("query", -math.inf, "fp32", "query projection of layer 3: got inf"),
-        ("query", 70000.0, "fp16", "query projection of layer 3: got 70000.0, allowed: finite num"),
-        ("heads", -70000.0, "fp16", "head weights of layer 3: got 70000.0"),
-        ("query", 3.4e38, "bf16", "query projection of layer 3: got 3.3999"),
-        ("query", 3.4e38, "fp8", "query projection of layer 3: got 3.3999"),
-    ],
-)
-def test_weights_that_a_precision_cannot_hold_are_refused(
-    name: str, value: float, precision: str, line: str
-) -> None:
-    weights = IndexerWeights(3, torch.zeros(64, 128, 8), torch.zeros(64, 8))
-    getattr(weights, name)[..., 1, 3] = value
-    with pytest.raises(SpinError) as error:
-        network(IndexerGeometry((3,), 4, 64, 128, 64), weights=weights, precision=precision)
-    assert str(error.value).startswith(line)
-
-
-@pytest.mark.parametrize(
-    ("query", "heads", "line"),
-    [
-        ((32, 128, 8), (64, 8), "query projection of layer 3: got [32, 128, 8], allowed: [64, 1"),
-        ((64, 128, 0), (64, 8), "query projection of layer 3: got [64, 128, 0]"),
-        ((64, 128), (64, 8), "query projection of layer 3: got [64, 128]"),
-        ((64, 128, 8), (63, 8), "head weights of layer 3: got [63, 8], allowed: [64, hidden]"),
-        ((64, 128, 8), (64, 0), "head weights of layer 3: got [64, 0]"),
-    ],
-)
-def test_weights_of_another_shape_are_refused(
-    query: tuple[int, ...], heads: tuple[int, ...], line: str
-) -> None:
-    weights = IndexerWeights(3, torch.zeros(query), torch.zeros(heads))
-    with pytest.raises(SpinError) as error:
-        network(IndexerGeometry((3,), 4, 64, 128, 64), weights=weights)
-    assert str(error.value).startswith(line)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "line"),
-    [
-        ((4096, 8, 262_144), "elements of scores: got 17179869184, allowed: at most 2147483647"),
-        ((4096, 1, 262_144), "elements of scores: got 2147483648"),
-        ((65536, 8, 64), "elements of query: got 4294967296"),
-    ],
-)
-def test_tensors_that_tensorrt_cannot_have_are_refused(sizes: tuple[int, ...], line: str) -> None:
-    with pytest.raises(SpinError) as error:
-        network(IndexerGeometry((3,), 4, 64, 128, 64), sizes=IndexerSizes(*sizes))
-    assert str(error.value).startswith(line)
-
-
-def test_the_largest_tensors_are_made() -> None:
-    onnx.checker.check_model(
-        network(IndexerGeometry((3,), 4, 64, 128, 64), sizes=IndexerSizes(4095, 1, 262_144))
-    )
-
-
-@pytest.mark.parametrize(
-    ("sizes", "line"),
-    [
-        ((0, 1, 64), "max_sequences: got 0"),
-        ((1, 9, 64), "rows: got 9, allowed: an integer in 1 .. 8"),
-        ((1, 1, 96), "slots: got 96, allowed: a multiple of 64"),
-        ((1, 1, 32), "slots: got 32"),
-        ((1, 1, 64, 128), "page_slots: got 128, allowed: 32, 64"),
-    ],
-)
-def test_wrong_sizes_are_refused(sizes: tuple[int, ...], line: str) -> None:
-    with pytest.raises(SpinError) as error:
-        IndexerSizes(*sizes)
-    assert str(error.value).startswith(line)
-
-
-def test_a_layer_without_an_indexer_is_refused() -> None:
-    with pytest.raises(SpinError, match="layer: got 2, allowed: 1, 3, 4, 6"):
-        read_indexer_weights(read_checkpoint(TINY), 2)
-
-
-def test_a_layer_type_may_have_no_rope_fields() -> None:
-    assert indexer_rope({}).dim == 64
-
-
-# -- finding TensorRT and the plugin --------------------------------------------------------------
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Put a module of this text on the path; no other TensorRT is there."""
-    monkeypatch.syspath_prepend(tmp_path)
-    find = importlib.util.find_spec
-
-    def find_ours(name: str) -> Any:
-        return find(name) if (tmp_path / f"{name}.py").exists() else None
-
-    monkeypatch.setattr(importlib.util, "find_spec", find_ours)
-
-    def add(name: str, text: str) -> None:
-        (tmp_path / f"{name}.py").write_text(text)
-        importlib.invalidate_caches()
-        monkeypatch.delitem(sys.modules, name, raising=False)
-
-    yield add
-    for path in tmp_path.glob("*.py"):
-        sys.modules.pop(path.stem, None)
-
-
-def test_the_best_flavour_is_taken(install: Any) -> None:
-    install("tensorrt_lean", "__version__ = '10.9'")
-    assert [flavour.name for flavour in installed_flavours()] == ["tensorrt_lean"]
-    assert import_flavour().__name__ == "tensorrt_lean"
-    with pytest.raises(SpinError, match="none of tensorrt, tensorrt_rtx is installed"):
-        import_flavour(builds=True)
-    install("tensorrt_bindings", "__version__ = '10.9'")
-    assert import_flavour().__name__ == "tensorrt_bindings"
-    assert import_flavour("tensorrt_lean").__name__ == "tensorrt_lean"
-
-
-def test_a_flavour_that_is_none_or_broken_is_one_line(install: Any) -> None:
-    with pytest.raises(SpinError, match="tensorrt: got 'cuda', allowed: tensorrt, tensorrt_rtx,"):
-        import_flavour("cuda")
-    install("tensorrt", "raise OSError('libnvinfer.so.10: cannot open shared object file')")
-    with pytest.raises(SpinError, match=r"tensorrt: cannot import tensorrt: libnvinfer\.so\.10"):
-        import_flavour()
-
-
-class Registry:
-    """A plugin registry that takes these creators from any library."""
-
-    def __init__(self, names: tuple[str, ...], handle: object) -> None:
-        self.all_creators: list[Any] = [
-            SimpleNamespace(name="SpinIndexer", plugin_namespace="", plugin_version="1")
-        ]
-        self._names, self._handle = names, handle
-
-    def load_library(self, path: str) -> object:
-        self.all_creators += [
-            SimpleNamespace(name=name, plugin_namespace="spin", plugin_version="1")
-            for name in self._names
-        ]
-        return self._handle
-
-
-def module_with(names: tuple[str, ...], handle: object) -> Any:
-    registry = Registry(names, handle)
-    return SimpleNamespace(__version__="10.9", get_plugin_registry=lambda: registry)
-
-
-@pytest.fixture
-def library() -> Path:
-    path = plugin_path()
-    if path is None:
-        pytest.skip("libspin_trt_plugin.so is not built: make plugin")
-    return path
-
-
-def test_a_library_that_tensorrt_does_not_take_is_noticed(library: Path) -> None:
-    with pytest.raises(SpinError, match=r"TensorRT 10\.9 does not take it; it needs 10\.3"):
-        load_plugin(module_with((), None), library)
-    with pytest.raises(SpinError, match="no creator for SpinObserve, SpinPredictBlocks; rebuild"):
-        load_plugin(module_with(("SpinIndexer", "SpinSparseIndexer"), 1), library)
-    loaded = load_plugin(module_with(tuple(NODES), 1), library)
-    assert (loaded.path, set(loaded.creators)) == (library.resolve(), set(NODES))
-
-
-def test_the_plugin_is_looked_for_where_the_kernels_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("SPIN_TRT_PLUGIN", raising=False)
-    monkeypatch.setenv("SPIN_LIBRARY", str(tmp_path / "libspin.so"))
-    assert plugin_path() is None
-    with pytest.raises(SpinError, match=r"libspin_trt_plugin\.so: not found in .*make plugin"):
-        load_plugin(module_with((), None))
-    (tmp_path / "libspin_trt_plugin.so").touch()
-    assert plugin_path() == tmp_path / "libspin_trt_plugin.so"
-    monkeypatch.setenv("SPIN_TRT_PLUGIN", str(tmp_path / "other.so"))
-    assert plugin_path() is None
-
-
 def test_a_node_that_tensorrt_refuses_is_one_line() -> None:
     def plugin_of(made: object) -> Plugin:
         tensorrt: Any = SimpleNamespace(
@@ -508,20 +266,3 @@ def test_a_node_that_tensorrt_refuses_is_one_line() -> None:
         add_node(network, plugin_of(None), *given)
     with pytest.raises(SpinError, match="SpinObserve: TensorRT does not add it"):
         add_node(network, plugin_of(object()), *given)
-
-
-def test_an_old_tensorrt_has_no_aliases() -> None:
-    old: Any = SimpleNamespace(__version__="10.2.0", PreviewFeature=SimpleNamespace())
-    with pytest.raises(SpinError, match=r"aliased: got 1, allowed: 0 with TensorRT 10\.2\.0"):
-        allow_aliasing(None, old)
-
-
-def test_without_the_builder_the_process_says_so(tmp_path: Path) -> None:
-    there = {flavour.name for flavour in installed_flavours()}
-    absent = next((f.name for f in FLAVOURS if f.builds and f.name not in there), None)
-    if absent is None:
-        pytest.skip("every builder is installed")
-    job = EngineJob(str(tmp_path / "a.onnx"), str(tmp_path / "a.engine"))
-    with pytest.raises(SpinError, match=f"tensorrt: none of {absent} is installed"):
-        build_engines([job], builder=absent, plugin="none.so", ranges={})
-    assert list(tmp_path.iterdir()) == []
