@@ -247,8 +247,8 @@ class Cell:
             )
 
 
-def microseconds(cell: Cell, run: Callable[[], None], replays: int) -> tuple[float, float]:
-    """Median time a layer and its relative spread."""
+def captured(cell: Cell, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A graph of a step that has run twice before, as its sequences went on."""
     for _ in range(2):
         cell.move()
         run()
@@ -256,6 +256,12 @@ def microseconds(cell: Cell, run: Callable[[], None], replays: int) -> tuple[flo
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
+    return graph
+
+
+def microseconds(cell: Cell, run: Callable[[], None], replays: int) -> tuple[float, float]:
+    """Median time a layer and its relative spread."""
+    graph = captured(cell, run)
     times = []
     for _ in range(replays + 2):
         cell.move()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_step import LAYERS, PAGE, RATIO, SPARSITY, TOP_K, Cell
+from bench_step import LAYERS, PAGE, RATIO, SPARSITY, TOP_K, Cell, captured
 from torch import Tensor
 
 from spin_trtllm import native
@@ -153,19 +153,9 @@ class Torch:
             step.top_k(0)
 
 
-def captured(cell: Cell, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    for _ in range(2):
-        cell.move()
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
-def step_us(cell: Cell, runs: dict[str, Callable[[], None]], replays: int) -> dict[str, float]:
-    """Median time a layer of each, replayed in turns so that the clock is the same for all."""
+def step_us(cell: Cell, runs: dict[str, Callable[[], None]], replays: int) -> dict[str, Any]:
+    """Median time a layer of each, replayed in turns so that the clock is the same for all, and
+    the relative spreads."""
     graphs = {name: captured(cell, run) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     order = list(graphs)
@@ -179,7 +169,9 @@ def step_us(cell: Cell, runs: dict[str, Callable[[], None]], replays: int) -> di
             end.synchronize()
             if turn >= 2:
                 times[name].append(start.elapsed_time(end) * 1000 / LAYERS)
-    return {name: statistics.median(values) for name, values in times.items()}
+    middle = {name: statistics.median(values) for name, values in times.items()}
+    spread = {name: (max(times[name]) - min(times[name])) / middle[name] for name in times}
+    return {**middle, "spread": spread}
 
 
 def measure(batch: int, slots: int, rows: int, replays: int) -> dict[str, Any]:
@@ -209,6 +201,8 @@ def main() -> None:
     parser.add_argument("--replays", type=int, default=21)
     parser.add_argument("--cells", help="batch,slots,rows;... instead of the whole table")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "bench_tensorrt_plugin: no CUDA device, allowed: a machine with one\n")
     torch.manual_seed(0)
     cells = CELLS
     if args.cells:

@@ -423,16 +423,7 @@ class GpuStep:
 
 
 def _check_config(config: SpinConfig, state: GpuState, ratio: int, rows: int) -> None:
-    if config.top_k is None or not 1 <= config.top_k <= native.MAX_TOP_K:
-        refuse("config.top_k", config.top_k, f"an integer in 1 .. {native.MAX_TOP_K}")
-    if config.reduction != "A1":
-        refuse("reduction", config.reduction, "A1")
-    if config.exploration_policy not in ("none", "random"):
-        refuse("exploration_policy", config.exploration_policy, "none, random")
-    if config.query_share_ppm:
-        refuse("query_share", config.query_share, "0: no kernel ranks by the current query yet")
-    if config.layer_sparsity:
-        refuse("layer_sparsity", dict(config.layer_sparsity), "{}: kernels have one target for all")
+    native.check_config(config)
     if config.storage_dtype != state.dtype:
         refuse("state", str(state.dtype), f"a state of {config.state_dtype}")
     if config.pooling != "max" and isinstance(state, GrowingState):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError, refuse
 
 LIBRARY_VARIABLE = "SPIN_LIBRARY"
@@ -101,6 +102,25 @@ TILE_SLOTS = 256  # SPIN_ADVANCE_TILE_SLOTS
 MAX_ROWS = 8
 MAX_TOP_K = 2048
 MAX_BLOCKS = 16_384  # of a sequence
+
+
+def check_config(config: SpinConfig) -> None:
+    """Refuse what no kernel does, whoever calls them.
+
+    Raises:
+        SpinError: a top-k that is not settled or too large, a variant that exists for study, or an
+            extension that only the reference has.
+    """
+    if config.top_k is None or not 1 <= config.top_k <= MAX_TOP_K:
+        refuse("config.top_k", config.top_k, f"an integer in 1 .. {MAX_TOP_K}")
+    if config.reduction != "A1":
+        refuse("reduction", config.reduction, "A1")
+    if config.exploration_policy not in ("none", "random"):
+        refuse("exploration_policy", config.exploration_policy, "none, random")
+    if config.query_share_ppm:
+        refuse("query_share", config.query_share, "0: no kernel ranks by the current query yet")
+    if config.layer_sparsity:
+        refuse("layer_sparsity", dict(config.layer_sparsity), "{}: kernels have one target for all")
 
 
 def params_struct(stem: str) -> type[ctypes.Structure]:

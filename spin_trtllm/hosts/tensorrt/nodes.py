@@ -203,18 +203,9 @@ def node_fields(
 
 
 def _check_config(config: SpinConfig, slots: int, page_slots: int) -> None:
-    if config.top_k is None or not 1 <= config.top_k <= native.MAX_TOP_K:
-        refuse("config.top_k", config.top_k, f"an integer in 1 .. {native.MAX_TOP_K}")
+    native.check_config(config)
     if config.block_size not in BLOCK_SIZES:
         refuse("block_size", config.block_size, f"{', '.join(map(str, BLOCK_SIZES))}")
-    if config.reduction != "A1":
-        refuse("reduction", config.reduction, "A1")
-    if config.exploration_policy not in ("none", "random"):
-        refuse("exploration_policy", config.exploration_policy, "none, random")
-    if config.query_share_ppm:
-        refuse("query_share", config.query_share, "0: the plugin ranks by the averages only")
-    if config.layer_sparsity:
-        refuse("layer_sparsity", dict(config.layer_sparsity), "{}: nodes have one target for all")
     if type(page_slots) is not int or page_slots not in PAGE_SLOTS:
         refuse("page_slots", page_slots, ", ".join(map(str, PAGE_SLOTS)))
     check_integer("slots", slots, 1, native.MAX_BLOCKS * config.block_size)

@@ -335,8 +335,7 @@ def make_engine(metadata: Any, config: SpinConfig, backend: str) -> DecodeEngine
 
 
 def _make_step(shape: HostShape, config: SpinConfig) -> GpuStep | CpuStep:
-    if config.layer_sparsity:
-        refuse("layer_sparsity", dict(config.layer_sparsity), "{}: kernels have one target for all")
+    native.check_config(config)
     lanes = shape.sequences * shape.pipeline_stages
     room: dict[str, Any] = {"sequences": lanes, "slots": shape.slots}
     sizes: dict[str, Any] = {
