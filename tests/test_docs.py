@@ -19,6 +19,9 @@ README = ROOT / "README.md"
 DEMO_RESULT = ROOT / "benchmarks" / "results" / "demo-cpu.json"
 STEP_RESULT = ROOT / "benchmarks" / "results" / "h200-step.json"
 HOOK_RESULT = ROOT / "benchmarks" / "results" / "h200-trtllm-step.json"
+NODES_RESULT = ROOT / "benchmarks" / "results" / "h200-tensorrt-plugin.json"
+TRITON_RESULT = ROOT / "benchmarks" / "results" / "triton-cpu.json"
+STUDY = ROOT / "benchmarks" / "study"
 TRACE_FORMAT = ROOT / "docs" / "trace-format.md"
 ALGORITHM = ROOT / "docs" / "algorithm.md"
 DOCUMENTS = [
@@ -31,6 +34,8 @@ DOCUMENTS = [
     ROOT / "docs/triton.md",
     ROOT / "docs/tensorrt.md",
     ROOT / "benchmarks/tiny_model/README.md",
+    ROOT / "plugins/tensorrt/README.md",
+    STUDY / "README.md",
 ]
 
 
@@ -77,6 +82,54 @@ def test_readme_quotes_the_committed_kernel_results():
         figures = " | ".join(f"{r['spin_us']:.1f} | {r['ratio_dense']:.2f}" for r in by.values())
         line = f"| {batch} | {slots:,} | {by['host']['dense_us']:.1f} | {figures} | {auto} |"
         assert f"\n{line}\n" in text
+
+
+def test_readme_quotes_the_committed_nodes():
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    rows = json.loads(NODES_RESULT.read_text(encoding="utf-8"))["rows"]
+    times = [f"{row['plugin_us']:.1f}" for row in rows]
+    assert f"takes {', '.join(times[:-1])} and {times[-1]} microseconds a layer" in text
+    ratios = sorted(row["ratio_torch"] for row in rows)
+    assert f"{ratios[0]:.2f} to {ratios[-1]:.2f} of the same kernels" in text
+    first, last = (f"{row['all_layers_us']:.1f}" for row in (rows[0], rows[-1]))
+    assert f"takes {first} at the first and {last} at the last" in text
+    quiet = NODES_RESULT.with_name("h200-tensorrt-plugin-quiet.json")
+    quiet = json.loads(quiet.read_text(encoding="utf-8"))["rows"]
+    for rows_of, words in ((quiet, "[{} to {} microseconds]"), (rows, "{} to {} on a busy host")):
+        calls = sorted(row["enqueue_us"]["SpinIndexer"]["median"] for row in rows_of)
+        assert words.format(f"{calls[0]:.0f}", f"{calls[-1]:.0f}") in text
+
+
+def test_triton_page_quotes_the_committed_figures():
+    text = (ROOT / "docs/triton.md").read_text(encoding="utf-8")
+    result = json.loads(TRITON_RESULT.read_text(encoding="utf-8"))
+    overhead, streams, soak = (result[name] for name in ("overhead", "streams", "soak"))
+    for seconds in (
+        overhead["direct_seconds"],
+        overhead["triton_seconds"],
+        streams["sequence_seconds"],
+        streams["together_seconds"],
+    ):
+        assert f"| {seconds:.3f} s |" in text
+    assert f"| {streams['tokens_of_slowest_when_first_ends']} |" in text
+    answered, refused = (soak["outcomes"][name] for name in ("answered", "refused"))
+    assert f"| {answered:,}, {refused:,} |" in text
+    assert f"| {100 * soak['growth_after_first_tenth']:.1f} % |" in text
+
+
+def test_the_study_quotes_its_own_results():
+    """Lines of the H200's tables in the README are lines of the report, some columns left out."""
+    text = (STUDY / "README.md").read_text(encoding="utf-8")
+    whole = (STUDY / "results/h200-first-cells.md").read_text(encoding="utf-8")
+    part = text.split("## The whole study")[1].split("Parts are meant")[0]
+    for length, table in zip(("8,192", "31,744"), part.split("| method |")[1:], strict=True):
+        lines = whole.split(f"## recall at {length} bytes")[1].split("\n## ")[0].splitlines()
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        known = [[c[0], c[1], c[4], c[6]] for c in cells if len(c) == 9]
+        quoted = [line for line in table.splitlines()[2:] if line.startswith("|")]
+        assert quoted
+        for line in quoted:
+            assert [cell.strip() for cell in line.strip("|").split("|")] in known
 
 
 def test_readme_lists_every_command():
