@@ -6,8 +6,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from itertools import groupby
 from multiprocessing import get_context
+from multiprocessing.synchronize import Lock
 
 import torch
 
@@ -35,23 +37,26 @@ def run_side_by_side(
 ) -> None:
     """Run what there is time for; a job that finds no memory is left for another call.
 
+    One process reads at a time: all of them together would not find the memory.
+
     Args:
         open_study: makes a process's own study; it and `run_part` travel there by name.
         seconds: see `run_part`.
     """
     until = time.time() + seconds  # a clock that processes share
+    spawn = get_context("spawn")
     with ProcessPoolExecutor(
-        processes, get_context("spawn"), initializer=_open, initargs=(open_study,)
+        processes, spawn, initializer=_open, initargs=(open_study, spawn.Lock())
     ) as pool:
         jobs = [pool.submit(_work, run_part, job, until) for job in jobs_of(cells)]
         for job in as_completed(jobs):
             job.result()
 
 
-def _open(open_study: Open) -> None:
+def _open(open_study: Open, reading: Lock) -> None:
     global _study
     torch.set_num_threads(1)
-    _study = open_study()
+    _study = replace(open_study(), reading=reading)
 
 
 def _work(run_part: RunPart, job: tuple[Cell, ...], until: float) -> None:

@@ -7,7 +7,8 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from benchmarks.study.documents import documents_of
 from benchmarks.study.methods import METHODS, Cost, model_geometry
 from benchmarks.study.speculation import speculate
 from spin_trtllm import __version__
-from spin_trtllm.config import preset
+from spin_trtllm.config import SpinConfig, preset
 from spin_trtllm.demo import environment
 from spin_trtllm.errors import SpinError
 from spin_trtllm.files import atomic_file
@@ -36,12 +37,14 @@ class Study:
         weights: digests of the model's weights and configuration.
         filler: text around the facts, and to predict.
         output: directory of the results.
+        reading: held while documents are read, which takes far more memory than answering.
     """
 
     model: torch.nn.Module
     weights: str
     filler: bytes
     output: Path
+    reading: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     def path(self, cell: Cell) -> Path:
         """Where a cell's result is, or will be."""
@@ -51,7 +54,9 @@ class Study:
     def source(self) -> str:
         """Digest of what all cells share: model, text, SPIN's preset and versions."""
         text = hashlib.sha256(self.filler).hexdigest()
-        spin = preset("tiny-deepseek-v4").to_dict()
+        usual = SpinConfig().to_dict()
+        # What the preset sets, so that an option which is new and off makes no result void.
+        spin = {k: v for k, v in preset("tiny-deepseek-v4").to_dict().items() if v != usual[k]}
         return _digest([VERSION, __version__, self.weights, text, spin])
 
     def inputs(self, cell: Cell) -> str:
@@ -89,11 +94,12 @@ class Study:
             )
         )
         size = question.side_by_side
-        batches = [
-            read_documents(self.model, documents[start : start + size])
-            for start in range(0, len(documents), size)
-        ]
-        torch.cuda.empty_cache()  # reading takes tens of GiB, answering little: leave it to others
+        with self.reading:
+            batches = [
+                read_documents(self.model, documents[start : start + size])
+                for start in range(0, len(documents), size)
+            ]
+            torch.cuda.empty_cache()  # what reading took, tens of GiB, is for the others now
         return batches
 
     def run(self, cell: Cell, batches: list[Batch]) -> dict[str, Any]:
@@ -130,8 +136,8 @@ def _follow(
         answers = answer(model, batch, run)
         cost = run.cost
     found: dict[str, Any] = {"steps": batch.steps}
-    for field in fields(Answer):
-        found[field.name] = [[getattr(one, field.name) for one in some] for some in answers]
+    for name in (of.name for of in fields(Answer)):
+        found[name] = [[getattr(one, name) for one in some] for some in answers]
     return found, cost
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cells are run once, kept whole, and taken up where a call stopped."""
 
+import contextlib
 import dataclasses
 import sys
 from functools import partial
@@ -180,6 +181,34 @@ def test_processes_run_the_same_cells(study, tmp_path):
     run_part(alone, PART, float("inf"))
     for name, result in results(alone).items():
         assert answers(result) == answers(results(opening())[name])
+
+
+def reads_alone(study, part, seconds):
+    """Stands for `run_part` in a process: what reading holds is there, and free again after it."""
+    with study.reading:
+        assert not study.reading.acquire(block=False)
+    study.read(part[0].question)
+    assert study.reading.acquire(timeout=60)
+    study.reading.release()
+
+
+def test_one_process_reads_at_a_time(tmp_path):
+    opening = partial(open_study, tiny.checkpoint_path(), None, tmp_path, "cpu")
+    run_side_by_side(opening, reads_alone, PART, 2, float("inf"))
+
+
+def test_documents_are_read_under_the_lock(study, monkeypatch):
+    seen = []
+
+    @contextlib.contextmanager
+    def held():
+        seen.append("held")
+        yield
+        seen.append("free")
+
+    monkeypatch.setattr("benchmarks.study.study.read_documents", lambda *_: seen.append("read"))
+    dataclasses.replace(study, reading=held()).read(RECALL)
+    assert seen == ["held", "read", "free"]
 
 
 def test_processes_stop_for_their_seconds_too(study, tmp_path):
