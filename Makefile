@@ -153,7 +153,7 @@ $(SETUP_DONE): pyproject.toml $(DEPS_DONE) $(HEADERS_DONE) $(PLUGIN_FILES)
 
 build/kernels/$(ARCH)/%.o: plugins/kernels/%.cu
 	@mkdir -p $(@D)
-	@$(NVCC) $(KERNEL_FLAGS) -Xptxas -v -MMD -MF $(@:.o=.d) -c $< -o $@ >$(@:.o=.log) 2>&1 || \
+	@$(NVCC) $(KERNEL_FLAGS) -Xptxas -v -MMD -MP -MF $(@:.o=.d) -c $< -o $@ >$(@:.o=.log) 2>&1 || \
 		{ cat $(@:.o=.log) >&2; exit 1; }
 
 $(KERNEL_LIBRARY): $(KERNEL_OBJECTS) build/kernels/.arch-$(ARCH)
@@ -163,7 +163,7 @@ build/kernels/$(ARCH)/tensorrt/%.o: plugins/tensorrt/%
 	@mkdir -p $(@D)
 	@$(if $(TENSORRT_HEADERS),:,echo "plugin: no TensorRT headers; install requirements/plugin.txt or set \
 		TENSORRT_INCLUDE_DIR" >&2; exit 1)
-	@$(NVCC) $(KERNEL_FLAGS) -isystem $(TENSORRT_HEADERS) -MMD -MF $(@:.o=.d) -c $< -o $@
+	@$(NVCC) $(KERNEL_FLAGS) -isystem $(TENSORRT_HEADERS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 
 $(PLUGIN_LIBRARY): $(KERNEL_OBJECTS) $(PLUGIN_OBJECTS) plugins/tensorrt/exports.map build/kernels/.arch-$(ARCH)
 	@$(NVCC) -shared -cudart static -L$(dir $(NVCC))../lib $(KERNEL_OBJECTS) $(PLUGIN_OBJECTS) \

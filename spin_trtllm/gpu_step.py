@@ -344,9 +344,11 @@ class GpuStep:
             "lane_waits": state.lane_waits,
             "lane_warm": state.warm,
             "lane_next": state.next_tokens,
+            "lane_tenant": state.lane_tenant,
+            "tenants": tenants,
             "lanes_total": state.warm.numel(),
         }
-        home = {"lanes": lanes, "lane_stride": state.sequences + 1, "slots": state.slots}
+        home = {"lanes": lanes, "lane_stride": state.sequences + 1}
         averages = state.kernel_fields()
         dtype = native.STATE_DTYPES[state.dtype]
         native.call(
@@ -356,9 +358,8 @@ class GpuStep:
             **waiting,
             **home,
             **averages,
+            slots=state.slots,
             state_dtype=dtype,
-            tenants=tenants,
-            lane_tenant=state.lane_tenant,
             scores=self.scores,
             compact_of_block=self.compact_of_block,
             warm=self.warm,
@@ -384,6 +385,7 @@ class GpuStep:
                 **home,
                 **ranked,
                 **{name: averages[name] for name in ("v", "d", "v_stride", "d_stride")},
+                slots=state.slots,
                 state_dtype=dtype,
                 pooling=native.POOLINGS[config.pooling],
             )
@@ -402,6 +404,7 @@ class GpuStep:
             stream,
             **shared,
             **waiting,
+            **home,
             **ranked,
             **paged,
             warm=self.warm,

@@ -23,7 +23,7 @@ from spin_trtllm.errors import SpinError, refuse
 
 LIBRARY_VARIABLE = "SPIN_LIBRARY"
 LIBRARY_NAME = "libspin.so"
-VERSION = 200  # SPIN_VERSION of plugins/include/spin/common.h
+VERSION = 300  # SPIN_VERSION of plugins/include/spin/common.h
 MINIMUM_CAPABILITY = (9, 0)  # clusters and programmatic launches; later GPUs run the PTX
 
 _POINTER, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -40,9 +40,10 @@ _FIELDS: dict[str, list[tuple[str, str]]] = {
         ("p", "block_list block_count kept_slots row_slots visible_slots"),
         ("p", "compact_of_block compact_pages block_mask row_masks explored_mask"),
         ("p", "places lane_positions lane_waits lane_warm lane_next"),
+        ("p", "lanes tenants lane_tenant"),
         ("u", "seed"),
-        ("l", "lanes_total page_table_stride compact_pages_stride"),
-        ("i", "page_table_width entries sequences layer_entries rows blocks"),
+        ("l", "lane_stride lanes_total page_table_stride compact_pages_stride"),
+        ("i", "page_table_width entries sequences layer_entries layer rows blocks"),
         ("i", "tile_blocks tiles ratio block_size top_k sparsity_ppm exploration_ppm"),
         ("i", "row0_mask page_slots"),
     ],

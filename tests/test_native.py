@@ -172,7 +172,7 @@ def test_no_entries_is_legal_and_launches_nothing(library: ctypes.CDLL, stem: st
 OPTIONAL = {
     "select_blocks": {
         *("page_table", "compact_pages", "visible_slots", "block_mask", "row_masks"),
-        *("explored_mask", "places"),
+        *("explored_mask", "places", "lanes", "tenants"),
     },
     "topk_slots": {"block_list", "places"},
     "adopt_scores": {"columns"},
@@ -207,6 +207,9 @@ def test_each_required_pointer_is_named(library: ctypes.CDLL, stem: str) -> None
         ("select_blocks", "tile_blocks", 5, RANGE),
         ("select_blocks", "places", 0x7F00_0000_0004, ALIGNMENT),
         ("select_blocks", "lane_waits", None, NULL),
+        ("select_blocks", "lane_stride", 0, RANGE),
+        ("select_blocks", "lane_stride", 9, RANGE),
+        ("select_blocks", "tenants", 0x7F00_0000_0004, ALIGNMENT),
         ("topk_slots", "top_k", 2049, RANGE),
         ("topk_slots", "top_k", 0, RANGE),
         ("topk_slots", "score_stride", 1020, ALIGNMENT),
@@ -241,6 +244,27 @@ def test_a_bad_argument_is_named(
 def test_pages_larger_than_a_block_are_refused(library: ctypes.CDLL) -> None:
     values = {**good("select_blocks"), "block_size": 32, "blocks": 32}
     assert status(library, "select_blocks", **values)[0] == UNSUPPORTED
+
+
+def test_one_layer_may_be_a_number(library: ctypes.CDLL) -> None:
+    values = {**good("select_blocks"), "layers": None, "layer_entries": 4, "layer": -1}
+    code, text = status(library, "select_blocks", **values)
+    assert (code, text.split(":")[0]) == (RANGE, "layer")
+
+
+@pytest.mark.parametrize(
+    ("stem", "names"),
+    [
+        ("advance", ("tenants", "lane_tenant", "lane_slots")),
+        ("select_blocks", ("tenants", "lane_tenant", "lanes")),
+    ],
+)
+def test_tenants_and_growing_lanes_are_optional(
+    library: ctypes.CDLL, stem: str, names: tuple[str, ...]
+) -> None:
+    values = {**good(stem), **dict.fromkeys(names), "rows": 9}  # the only thing to refuse
+    code, text = status(library, stem, **values)
+    assert (code, text.split(":")[0]) == (RANGE, "rows")
 
 
 def test_the_call_wrapper_raises_with_the_field(library: ctypes.CDLL) -> None:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// spin_advance: resolve, observe and predict at the start of a step, for all layers.
+// spin_advance: resolve, observe and predict at the start of a step, for all layers; one launch.
 #include <climits>
 
 #include "spin/advance.h"
@@ -9,62 +9,23 @@
 namespace spin {
 namespace {
 
-// Where each entry stands, and what the step that waits under its lane came to (advance.h). A
-// kernel of its own, because every tile needs the answer.
-__global__ void resolve_entries(const SpinAdvanceParams p) {
-    wait_for_inputs();
-    const int64_t e = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (e >= p.entries)
-        return;
-    const int64_t row = e % p.sequences;
-    const int64_t* positions = p.positions + row * p.rows;
-    const int64_t first = positions[0], lane = entry_lane(p.lanes, p.lane_stride, p.sequences, e);
-    int64_t place = p.lanes_total + row;
-    bool warm = false;
-    int observed = 0;
-    if (lane >= 0 && lane < p.lanes_total && first >= 0) {
-        int64_t last = first;
-        for (int r = 1; r < p.rows; ++r)
-            last = max(last, positions[r]);
-        if (p.lane_slots != nullptr &&
-            query_slot(last, p.ratio) >= p.lane_slots[lane % p.lane_stride]) {
-            p.lane_waits[lane] = 0;
-            p.lane_warm[lane] = 0;
-        } else {
-            place = lane;
-            bool same = true;
-            if (p.tenants != nullptr) {
-                same = p.lane_tenant[lane] == p.tenants[row];
-                p.lane_tenant[lane] = p.tenants[row];
-            }
-            warm = same && p.lane_warm[lane] != 0 && p.lane_next[lane] == first;
-            const int64_t* past = p.lane_positions + lane * p.rows;
-            int rows = 0;
-            while (same && p.lane_waits[lane] != 0 && rows < p.rows && past[rows] >= 0)
-                ++rows;
-            const int64_t accepted = first - past[0] - 1;
-            if (rows > 0 && accepted >= 0 && accepted < rows) {
-                warm = true;
-                observed = p.row0_update ? 1 : static_cast<int>(accepted) + 1;
-            }
-        }
-    }
-    p.places[e] = place;
-    p.warm[e] = warm;
-    p.observed_rows[e] = observed;
-}
-
 template <typename State>
 int run(const SpinAdvanceParams& p, cudaStream_t stream) {
     TileArgs<State> a = {};
     a.v = static_cast<State*>(p.v);
     a.d = static_cast<State*>(p.d);
-    a.positions = p.positions;
+    a.lanes = p.lanes;
     a.observed_positions = p.lane_positions;
-    a.lane_slots = p.lane_slots;
-    a.places = p.places;
     a.scores = p.scores;
     a.compact_of_block = p.compact_of_block;
+    a.positions = p.positions;
+    a.tenants = p.tenants;
+    a.lane_tenant = p.lane_tenant;
+    a.lane_slots = p.lane_slots;
+    a.lane_waits = p.lane_waits;
+    a.lane_warm = p.lane_warm;
+    a.lane_next = p.lane_next;
+    a.places = p.places;
     a.warm = p.warm;
     a.observed_rows = p.observed_rows;
     a.block_scores = p.block_scores;
@@ -85,13 +46,9 @@ int run(const SpinAdvanceParams& p, cudaStream_t stream) {
     a.block_size = p.block_size;
     a.block_shift = __builtin_ctz(static_cast<unsigned>(p.block_size));
     a.slots = p.slots;
+    a.row0_update = p.row0_update;
     a.decay = p.decay;
     a.gain = p.gain;
-    constexpr int kThreads = 128;
-    const dim3 few(static_cast<unsigned>((p.entries + kThreads - 1) / kThreads));
-    const int status = launch(resolve_entries, few, kThreads, 0, 1, stream, p);
-    if (status != SPIN_OK)
-        return status;
     const dim3 grid(static_cast<unsigned>(p.entries), tile_workers(p.entries, p.tiles));
     const auto kernel = p.rows == 1 ? update_tiles<State, true, 1> : update_tiles<State, true, 0>;
     return launch(kernel, grid, kTileThreads, 0, 1, stream, a);

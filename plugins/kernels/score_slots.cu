@@ -69,28 +69,6 @@ int check(const SpinScoreSlotsParams* p) {
     return SPIN_OK;
 }
 
-struct Device {
-    int compute_capability;  // 90 for 9.0
-    int multiprocessors;
-    int shared_bytes;  // the most that one thread block can have
-};
-
-cudaError_t query_device(Device* device) {
-    int id = 0, major = 0, minor = 0;
-    cudaError_t error = cudaGetDevice(&id);
-    const auto get = [&](int* value, cudaDeviceAttr attribute) {
-        if (error == cudaSuccess) {
-            error = cudaDeviceGetAttribute(value, attribute, id);
-        }
-    };
-    get(&major, cudaDevAttrComputeCapabilityMajor);
-    get(&minor, cudaDevAttrComputeCapabilityMinor);
-    get(&device->multiprocessors, cudaDevAttrMultiProcessorCount);
-    get(&device->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    device->compute_capability = 10 * major + minor;
-    return error;
-}
-
 // The arguments from a sequence and row of the batch on.
 ScoreArgs make_args(const SpinScoreSlotsParams& p, int64_t sequence, int64_t row) {
     const int64_t first_row = sequence * p.rows + row;
@@ -175,7 +153,7 @@ extern "C" int spin_score_slots(const SpinScoreSlotsParams* params, cudaStream_t
         return problem;
     }
     Device device = {};
-    const cudaError_t error = query_device(&device);
+    const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) {
         return launched(error);
     }

@@ -127,7 +127,32 @@ __device__ __forceinline__ void choose_row(const SpinSelectBlocksParams& p, Shar
         s.row[t] |= s.chosen[t];
 }
 
-// Lists and maps of the mask, and what the next spin_advance reads.
+// What the next spin_advance reads.
+__device__ __forceinline__ void write_books(const SpinSelectBlocksParams& p, int64_t e,
+                                            int64_t home, bool warm, const int64_t* positions) {
+    const int t = threadIdx.x;
+    if (home < p.lanes_total) {
+        if (t < p.rows)
+            p.lane_positions[home * p.rows + t] = positions[t];
+        if (t == 0) {
+            p.lane_waits[home] = 1;
+            p.lane_warm[home] = warm;
+            p.lane_next[home] = warm ? positions[0] : -1;
+            if (p.tenants != nullptr)
+                p.lane_tenant[home] =
+                    p.tenants[static_cast<uint32_t>(e) % static_cast<uint32_t>(p.sequences)];
+        }
+    } else if (t == 0 && p.lanes != nullptr && positions[0] >= 0) {
+        // It has outgrown its memory, unless it never had a lane.
+        const int64_t lane = entry_lane(p.lanes, p.lane_stride, p.sequences, e);
+        if (lane >= 0 && lane < p.lanes_total) {
+            p.lane_waits[lane] = 0;
+            p.lane_warm[lane] = 0;
+        }
+    }
+}
+
+// Lists and maps of the mask, and the books.
 template <int kThreads>
 __device__ __forceinline__ void write_entry(const SpinSelectBlocksParams& p, Shared<kThreads>& s,
                                             int64_t e, bool warm, const int64_t* positions,
@@ -194,15 +219,8 @@ __device__ __forceinline__ void write_entry(const SpinSelectBlocksParams& p, Sha
             out[i] = page;
         }
     }
-    if (p.places != nullptr && home < p.lanes_total) {
-        if (t < p.rows)
-            p.lane_positions[home * p.rows + t] = positions[t];
-        if (t == 0) {
-            p.lane_waits[home] = 1;
-            p.lane_warm[home] = warm;
-            p.lane_next[home] = warm ? positions[0] : -1;
-        }
-    }
+    if (p.places != nullptr)
+        write_books(p, e, home, warm, positions);
 }
 
 // kBlocks: thread blocks a multiprocessor.
@@ -228,8 +246,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks - kFewerBlocks)
     const int last_tile =
         static_cast<int>(min(last_query / SPIN_ADVANCE_TILE_SLOTS, int64_t{p.tiles} - 1));
     if (warm && p.exploration_ppm > 0) {
+        const uint32_t group = blockIdx.x / static_cast<uint32_t>(p.layer_entries);
         const uint64_t layer =
-            static_cast<uint64_t>(p.layers[blockIdx.x / static_cast<uint32_t>(p.layer_entries)]);
+            static_cast<uint64_t>(p.layers != nullptr ? p.layers[group] : p.layer);
         const uint64_t id = static_cast<uint64_t>(p.sequence_ids[sequence]);
         const uint64_t key =
             mix(mix(mix(p.seed) ^ id) ^ (layer << 40) ^ static_cast<uint64_t>(positions[0]));
@@ -280,7 +299,6 @@ extern "C" int spin_select_blocks(const SpinSelectBlocksParams* p, cudaStream_t 
     SPIN_CHECK_POINTER(p, positions, 8);
     SPIN_CHECK_POINTER(p, warm, 1);
     SPIN_CHECK_POINTER(p, sequence_ids, 8);
-    SPIN_CHECK_POINTER(p, layers, 8);
     SPIN_CHECK_POINTER(p, block_list, 4);
     SPIN_CHECK_POINTER(p, block_count, 4);
     SPIN_CHECK_POINTER(p, kept_slots, 4);
@@ -301,6 +319,13 @@ extern "C" int spin_select_blocks(const SpinSelectBlocksParams* p, cudaStream_t 
     SPIN_CHECK(p->sequences >= 1 && p->entries % p->sequences == 0, SPIN_ERROR_RANGE, "sequences",
                "a divisor of entries");
     SPIN_CHECK_RANGE(p, layer_entries, 1, kMaxEntries);
+    if (p->layers == nullptr) {
+        SPIN_CHECK(p->layer_entries == p->entries, SPIN_ERROR_NULL, "layers",
+                   "null only where layer_entries are all entries");
+        SPIN_CHECK_RANGE(p, layer, 0, INT32_MAX);
+    } else {
+        SPIN_CHECK_POINTER(p, layers, 8);
+    }
     if (p->page_table != nullptr) {
         SPIN_CHECK_POINTER(p, page_table, 4);
         SPIN_CHECK_POINTER(p, compact_pages, 4);
@@ -318,6 +343,14 @@ extern "C" int spin_select_blocks(const SpinSelectBlocksParams* p, cudaStream_t 
         SPIN_CHECK_POINTER(p, lane_waits, 1);
         SPIN_CHECK_POINTER(p, lane_warm, 1);
         SPIN_CHECK_POINTER(p, lane_next, 8);
+        if (p->lanes != nullptr) {
+            SPIN_CHECK_POINTER(p, lanes, 8);
+            SPIN_CHECK_RANGE(p, lane_stride, 1, p->lanes_total);
+        }
+        if (p->tenants != nullptr) {
+            SPIN_CHECK_POINTER(p, tenants, 8);
+            SPIN_CHECK_POINTER(p, lane_tenant, 8);
+        }
     }
     const size_t padded = static_cast<size_t>(p->blocks + 31) / 32 * 32;
     const size_t keys = 2 * padded * sizeof(uint32_t);
@@ -330,12 +363,12 @@ extern "C" int spin_select_blocks(const SpinSelectBlocksParams* p, cudaStream_t 
         return launch(select_entries<kFewThreads, 4>, blocks, kFewThreads,
                       sizeof(Shared<kFewThreads>) + keys, 1, stream, *p);
     const size_t shared_bytes = sizeof(Shared<kManyThreads>) + keys;
-    int most_bytes = 0;
-    const cudaError_t error = most_shared_bytes(&most_bytes);
+    Device device = {};
+    const cudaError_t error = current_device(&device);
     if (error != cudaSuccess)
         return launched(error);
-    SPIN_CHECK(shared_bytes <= static_cast<size_t>(most_bytes), SPIN_ERROR_UNSUPPORTED, "blocks",
-               "fewer, as this GPU's shared memory is small; take a larger block_size");
+    SPIN_CHECK(shared_bytes <= static_cast<size_t>(device.shared_bytes), SPIN_ERROR_UNSUPPORTED,
+               "blocks", "fewer, as this GPU's shared memory is small; take a larger block_size");
     return launch(select_entries<kManyThreads, 2>, blocks, kManyThreads, shared_bytes, 1, stream,
                   *p);
 }

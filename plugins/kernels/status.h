@@ -57,29 +57,26 @@ inline int launched(cudaError_t error) {
                                 : fail(SPIN_ERROR_CUDA, "launch", cudaGetErrorString(error));
 }
 
-// Shared memory that one thread block can have on the current device: 227 KB on Hopper, 99 KB on
-// consumer Blackwell.
-inline cudaError_t most_shared_bytes(int* bytes) {
-    int id = 0;
-    const cudaError_t error = cudaGetDevice(&id);
-    return error != cudaSuccess
-               ? error
-               : cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
-}
+struct Device {
+    int compute_capability;  // 90 for 9.0
+    int multiprocessors;
+    int shared_bytes;  // the most a thread block can have: 227 KB on Hopper, 99 KB on RTX Blackwell
+};
+
+// The current device. Each thread asks once, as long as it stays with one device.
+cudaError_t current_device(Device* device);
+
+// Lets a kernel without static shared memory have all of the current device's; asks likewise.
+cudaError_t allow_shared_bytes(const void* kernel);
+
+// Forgets what this thread asked. False if that was nothing.
+bool forget_device();
 
 // Launches so that the kernel's start overlaps the end of the one before it: the kernel must call
 // `wait_for_inputs` before it touches memory. `cluster` > 1 groups that many blocks along x.
 template <typename Kernel, typename... Args>
 int launch(Kernel* kernel, dim3 grid, int threads, size_t shared_bytes, int cluster,
            cudaStream_t stream, Args... args) {
-    if (shared_bytes > 48 * 1024) {
-        const cudaError_t error = cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-        if (error != cudaSuccess) {
-            (void)cudaGetLastError();
-            return launched(error);
-        }
-    }
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -92,7 +89,18 @@ int launch(Kernel* kernel, dim3 grid, int threads, size_t shared_bytes, int clus
     config.stream = stream;
     config.attrs = attributes;
     config.numAttrs = cluster > 1 ? 2 : 1;
-    const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
+    const auto attempt = [&] {
+        const bool large = shared_bytes > 48 * 1024;
+        const void* entry = reinterpret_cast<const void*>(kernel);
+        const cudaError_t error = large ? allow_shared_bytes(entry) : cudaSuccess;
+        return error == cudaSuccess ? cudaLaunchKernelEx(&config, kernel, args...) : error;
+    };
+    cudaError_t error = attempt();
+    // A device that was reset since has forgotten, too, what its kernels may have.
+    if (error == cudaErrorInvalidValue && forget_device()) {
+        (void)cudaGetLastError();
+        error = attempt();
+    }
     if (error != cudaSuccess)
         (void)cudaGetLastError();
     return launched(error);

@@ -18,16 +18,22 @@ template <typename State>
 struct TileArgs {
     State* v;
     State* d;
-    const int64_t* lanes;  // observe_scores only
-    const int64_t* lane_slots;
-    const int64_t* places;              // advance only: where lanes, rows to observe and scores are
-    const int64_t* positions;           // this step: [sequences, rows]
+    const int64_t* lanes;
     const int64_t* observed_positions;  // of the rows to observe: [.., rows]
     const float* scores;
     const int32_t* compact_of_block;
-    const uint8_t* warm;
-    const int32_t* observed_rows;
     const int64_t* accepted;  // observe_scores only
+    // advance only: this step, the books, and what it finds
+    const int64_t* positions;  // [sequences, rows]
+    const int64_t* tenants;
+    const int64_t* lane_tenant;
+    const int64_t* lane_slots;
+    const uint8_t* lane_waits;
+    const uint8_t* lane_warm;
+    const int64_t* lane_next;
+    int64_t* places;
+    uint8_t* warm;
+    int32_t* observed_rows;
     float* block_scores;
     int64_t slots, v_stride, v_layer_stride, d_stride, d_layer_stride, tile_stride, score_stride;
     int64_t lane_stride, lanes_total;
@@ -38,7 +44,14 @@ struct TileArgs {
 
 // Uniform facts about the rows of one entry, in shared memory. Slots fit 32 bits.
 struct RowFacts {
-    int32_t query[kMaxRows], visible[kMaxRows];
+    int32_t query[kMaxRows], visible[kMaxRows];  // visible: -1 for a padding row
+
+    // Clamped: a position past the capacity must not lead out of the buffers.
+    __device__ __forceinline__ void note(int r, int64_t position, int32_t ratio, int64_t slots) {
+        query[r] = static_cast<int>(min(query_slot(position, ratio), slots));
+        visible[r] =
+            position < 0 ? -1 : static_cast<int>(min(visible_slots(position, ratio), slots));
+    }
 };
 
 // Eight new contributions gain * score of a group of slots; NaN where there is nothing to observe.

@@ -11,7 +11,7 @@
 // Warps never wait for each other: the pass lives on loads in flight.
 #pragma once
 
-#include "tile_parts.cuh"
+#include "resolve.cuh"
 
 namespace spin {
 
@@ -27,16 +27,46 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows> - kFew
     update_tiles(const TileArgs<State> a) {
     __shared__ float buffers[kRows == 1 ? 1 : kTileWarps][(kTileGroups + kHalo) * kPitch];
     __shared__ RowFacts now, before;
+    __shared__ Standing standing;
     __shared__ float held_decay;
     wait_for_inputs();
     const int t = threadIdx.x;
     const int rows = kRows ? kRows : a.rows;
     const uint32_t e = blockIdx.x;
-    const uint32_t s = e % static_cast<uint32_t>(a.sequences);
-    const int64_t home = kAdvance ? a.places[e] : a.lanes[e];
-    const bool warm = !kAdvance || a.warm[e] != 0;  // loads that go out together
-    int learned = kAdvance ? a.observed_rows[e] : 0;
-    if (home < 0 || (kAdvance && home >= a.lanes_total)) {
+    if (kAdvance && t < 32) {
+        int64_t position, past;
+        const Standing found = resolve(a, e, rows, position, past);
+        if (t < rows) {
+            now.note(t, position, a.ratio, a.slots);
+            before.note(t, past, a.ratio, a.slots);
+        }
+        if (t == 0) {
+            standing = found;
+            if (blockIdx.y == 0) {
+                a.places[e] = found.place;
+                a.warm[e] = found.warm;
+                a.observed_rows[e] = found.observed;
+            }
+        }
+    }
+    if (!kAdvance && t < rows) {
+        const int64_t past = a.observed_positions[static_cast<int64_t>(e) * rows + t];
+        before.note(t, past, a.ratio, a.slots);
+        if (t == 0) {
+            const int64_t accepted = min(a.accepted[e], int64_t{rows - 1});
+            const int observed = accepted < 0    ? 0
+                                 : a.row0_update ? 1
+                                                 : static_cast<int>(accepted) + 1;
+            standing = {a.lanes[e], observed, true};
+        }
+    }
+    if (t == 0) {
+        held_decay = a.decay;
+    }
+    __syncthreads();
+    const int64_t home = standing.place;
+    const int learned = standing.observed;
+    if (home < 0 || (kAdvance && home >= a.lanes_total) || (!kAdvance && learned == 0)) {
         return;
     }
     // Groups of eight that the capacity needs; the last one of each may be padded.
@@ -58,7 +88,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows> - kFew
         v_row += home * a.v_stride;
         d_row += home * a.d_stride;
     }
-    if (!warm) {
+    if (!standing.warm) {
         // Cold: nothing of an earlier life may be left, whatever this one's length.
         Chunk<State> zero;
         zero.clear();
@@ -73,31 +103,6 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows> - kFew
         return;
     }
     const int64_t source = kAdvance ? home : e;
-    if (!kAdvance) {
-        const int64_t accepted = a.accepted[e];
-        if (accepted >= 0) {
-            learned = a.row0_update ? 1 : static_cast<int>(min(accepted, int64_t{rows - 1})) + 1;
-        }
-        if (learned == 0) {
-            return;
-        }
-    }
-    if (t == 0) {
-        held_decay = a.decay;
-    }
-    if (t < rows) {
-        // Clamped: a position past the capacity must not lead out of the buffers.
-        const int64_t mine = kAdvance ? a.positions[static_cast<int64_t>(s) * rows + t] : -1;
-        now.query[t] = static_cast<int>(min(query_slot(mine, a.ratio), a.slots));
-        now.visible[t] =
-            mine < 0 ? -1 : static_cast<int>(min(visible_slots(mine, a.ratio), a.slots));
-        if (t < learned) {
-            const int64_t past = a.observed_positions[source * rows + t];
-            before.query[t] = static_cast<int>(min(query_slot(past, a.ratio), a.slots));
-            before.visible[t] = static_cast<int>(min(visible_slots(past, a.ratio), a.slots));
-        }
-    }
-    __syncthreads();
     int predicted = 0, last_query = 0;  // Q; rows ascend, but padding rows have no place
     if (kAdvance) {
         while (predicted < rows && now.visible[predicted] >= 0) {

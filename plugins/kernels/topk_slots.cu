@@ -204,8 +204,8 @@ extern "C" int spin_topk_slots(const SpinTopkSlotsParams* p, cudaStream_t stream
         const int64_t groups = (capacity + kGroup - 1) / kGroup;
         return ((groups + n - 1) / n + 3) / 4;
     };
-    int most_bytes = 0;
-    const cudaError_t error = most_shared_bytes(&most_bytes);
+    Device device = {};
+    const cudaError_t error = current_device(&device);
     if (error != cudaSuccess) {
         return launched(error);
     }
@@ -214,15 +214,16 @@ extern "C" int spin_topk_slots(const SpinTopkSlotsParams* p, cudaStream_t stream
                mark_words(n) * 8;
     };
     while (cluster < kMaxCluster &&
-           (mark_words(cluster) * 8 > kMarkBytes || shared_bytes(cluster) > most_bytes)) {
+           (mark_words(cluster) * 8 > kMarkBytes || shared_bytes(cluster) > device.shared_bytes)) {
         cluster *= 2;
     }
-    if (shared_bytes(cluster) > most_bytes) {
+    if (shared_bytes(cluster) > device.shared_bytes) {
         a.buffer_size = kMaxBufferSize / 2;
     }
-    SPIN_CHECK(mark_words(cluster) * 8 <= 2 * kMarkBytes && shared_bytes(cluster) <= most_bytes,
-               SPIN_ERROR_UNSUPPORTED, "blocks",
-               "at most 3145728 slots a row, fewer where shared memory is small");
+    SPIN_CHECK(
+        mark_words(cluster) * 8 <= 2 * kMarkBytes && shared_bytes(cluster) <= device.shared_bytes,
+        SPIN_ERROR_UNSUPPORTED, "blocks",
+        "at most 3145728 slots a row, fewer where shared memory is small");
     a.mark_words = static_cast<int32_t>(mark_words(cluster));
     const size_t words =
         2 * static_cast<size_t>(a.buffer_size) + 2 * static_cast<size_t>(a.mark_words);

@@ -134,9 +134,7 @@ bool advance(const Call& call, const Room& room, const Books& books) {
 
 bool select(const Call& call, const Room& room, const Books& books) {
     SpinSelectBlocksParams p = {};
-    if (!fill_selection(call, p)) {
-        return false;
-    }
+    fill_selection(call, p);
     const bool tiled = room.block_scores == nullptr;
     p.block_scores = tiled ? room.tile_scores : room.block_scores;
     p.tile_blocks = tiled ? static_cast<int32_t>(tile_blocks_of(call.config)) : 0;
@@ -155,6 +153,8 @@ bool select(const Call& call, const Room& room, const Books& books) {
     p.lane_waits = books.waits;
     p.lane_warm = books.warm;
     p.lane_next = books.next;
+    p.tenants = call.input<int64_t>(kIds);
+    p.lane_tenant = books.tenant;
     p.lanes_total = call.layout[kLanes];
     return launched(call, "select_blocks", spin_select_blocks(&p, call.stream));
 }

@@ -58,9 +58,7 @@ bool run(const Call& call) {
         return false;
     }
     SpinSelectBlocksParams p = {};
-    if (!fill_selection(call, p)) {
-        return false;
-    }
+    fill_selection(call, p);
     p.block_scores = scores;
     p.positions = call.input<int64_t>(kPositions);
     p.warm = call.input<uint8_t>(kWarm);

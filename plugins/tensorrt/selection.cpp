@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "selection.h"
 
-#include "layer_ids.h"
-
 namespace spin::trt {
 
 int32_t state_dtype(nvinfer1::DataType type) {
@@ -34,17 +32,14 @@ bool predict(const Call& call, const void* v, const void* d, nvinfer1::DataType 
     return launched(call, "predict_blocks", spin_predict_blocks(&p, call.stream));
 }
 
-bool fill_selection(const Call& call, SpinSelectBlocksParams& p) {
+void fill_selection(const Call& call, SpinSelectBlocksParams& p) {
     const Config& config = call.config;
     p.struct_bytes = sizeof(p);
-    p.layers = layer_id(config.layer);
-    if (p.layers == nullptr) {
-        return launched(call, "select_blocks", SPIN_ERROR_CUDA);
-    }
     p.seed = static_cast<uint64_t>(config.seed);
     p.entries = static_cast<int32_t>(call.layout[kSequences]);
     p.sequences = p.entries;
     p.layer_entries = p.entries;
+    p.layer = static_cast<int32_t>(config.layer);
     p.rows = static_cast<int32_t>(call.layout[kRows]);
     p.blocks = static_cast<int32_t>(config.blocks());
     p.ratio = static_cast<int32_t>(config.ratio);
@@ -53,7 +48,6 @@ bool fill_selection(const Call& call, SpinSelectBlocksParams& p) {
     p.sparsity_ppm = static_cast<int32_t>(config.sparsity_ppm);
     p.exploration_ppm = static_cast<int32_t>(config.exploration_ppm);
     p.row0_mask = static_cast<int32_t>(config.row0_mask);
-    return true;
 }
 
 }  // namespace spin::trt

@@ -18,7 +18,7 @@ int32_t state_dtype(nvinfer1::DataType type);
 bool predict(const Call& call, const void* v, const void* d, nvinfer1::DataType type,
              const int64_t* lanes, const int64_t* positions, float* block_scores);
 
-// Parameters that follow from fields and sizes. False without a device.
-bool fill_selection(const Call& call, SpinSelectBlocksParams& params);
+// Parameters that follow from fields and sizes.
+void fill_selection(const Call& call, SpinSelectBlocksParams& params);
 
 }  // namespace spin::trt

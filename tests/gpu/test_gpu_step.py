@@ -231,6 +231,47 @@ def test_a_sequence_past_its_memory_runs_dense_and_comes_back_cold() -> None:
     assert int(step.places[0]) == len(LAYERS) * 3  # behind the lanes
 
 
+def test_a_step_past_its_memory_voids_the_drafts_that_wait() -> None:
+    config = replace(BASE, block_size=64, top_k=64)
+    state = GrowingState(LAYERS, sequences=1, slots=1 << 20)
+    step = GpuStep(config, state, ratio=1, sequences=1, rows=4)
+    lanes, ids = torch.tensor(state.device_lanes([7])).cuda(), torch.tensor([7]).cuda()
+    assert state.grow(7, 1)
+    room = int(state.lane_slots[0])
+
+    def begin(first: int) -> list[tuple[bool, int]]:
+        step.begin(lanes, ids, torch.arange(first, first + 4).view(1, 4).cuda())
+        for layer in range(len(LAYERS)):
+            view = step.layer(layer)
+            view.put_scores(torch.ones_like(view.get_scores()))
+        return list(zip(step.warm.tolist(), step.observed_rows.tolist(), strict=True))
+
+    assert begin(room - 5) == [(False, 0)] * len(LAYERS)
+    assert begin(room - 4) == [(True, 1)] * len(LAYERS)
+    assert begin(room - 3) == [(False, 0)] * len(LAYERS)  # its last row has no memory
+    assert state.grow(7, room + 8)
+    # Two drafts of the step before that would seem accepted.
+    assert begin(room - 2) == [(False, 0)] * len(LAYERS)
+    assert begin(room - 1) == [(True, 1)] * len(LAYERS)
+
+
+def test_another_tenant_of_a_lane_starts_cold() -> None:
+    state = GpuState(LAYERS, sequences=2, slots=3000)
+    step = GpuStep(BASE, state, ratio=1, sequences=2)
+    lanes = torch.tensor([1, 0]).cuda()
+    found = []
+    for t, tenants in enumerate(([5, 6], [5, 6], [8, 6], [8, 6], [5, 6])):
+        positions = torch.tensor([[1000 + t], [2000 + t]]).cuda()
+        step.begin(lanes, lanes + 9, positions, tenants=torch.tensor(tenants).cuda())
+        found.append(step.warm.view(len(LAYERS), 2).tolist())
+        assert state.lane_tenant[:, :2].tolist() == [tenants[::-1]] * len(LAYERS)
+        for layer in range(len(LAYERS)):
+            view = step.layer(layer)
+            view.put_scores(torch.ones_like(view.get_scores()))
+    wanted = ([False, False], [True, True], [False, True], [True, True], [False, True])
+    assert found == [[row] * len(LAYERS) for row in wanted]
+
+
 def test_a_migrated_sequence_is_the_same_in_a_growing_state() -> None:
     config = replace(BASE, block_size=64, top_k=64)
     source = GpuState(LAYERS, sequences=1, slots=70_000)

@@ -15,8 +15,9 @@
  * leaves nothing behind. Layers share these places, so its scores must be used before those of the
  * next layer are written.
  *
- * spin_select_blocks writes the lane_* arrays afterwards. To make a lane cold from outside, set
- * lane_waits and lane_warm to 0 and lane_next to -1.
+ * The lane_* arrays are the books. They are only read here; spin_select_blocks writes them
+ * afterwards, what lane_slots and tenants change in them included. To make a lane cold from
+ * outside, set lane_waits and lane_warm to 0 and lane_next to -1.
  */
 #ifndef SPIN_ADVANCE_H_
 #define SPIN_ADVANCE_H_
@@ -37,11 +38,11 @@ typedef struct SpinAdvanceParams {
     const int64_t* lanes;            /* [sequences], distinct; -1: no state, cold */
     const int64_t* positions;        /* [sequences, rows]; -1 pads */
     const int64_t* tenants;          /* [sequences] or null: who has the lane, since when */
-    int64_t* lane_tenant;            /* in/out [lanes_total]; null with tenants */
+    const int64_t* lane_tenant;      /* [lanes_total]; null with tenants */
     const int64_t* lane_slots;       /* [lane_stride]: slots of a lane with memory; null: all */
     const int64_t* lane_positions;   /* [lanes_total, rows] of the step that waits */
-    uint8_t* lane_waits;             /* [lanes_total]; cleared where lane_slots is exceeded */
-    uint8_t* lane_warm;              /* [lanes_total]; likewise */
+    const uint8_t* lane_waits;       /* [lanes_total] */
+    const uint8_t* lane_warm;        /* [lanes_total] */
     const int64_t* lane_next;        /* [lanes_total] */
     const float* scores;             /* [lanes_total + sequences, rows, score_stride] */
     const int32_t* compact_of_block; /* [lanes_total + sequences, blocks] */

@@ -17,7 +17,7 @@ typedef struct SpinSelectBlocksParams {
     const int64_t* positions;    /* [sequences, rows]; -1 pads */
     const uint8_t* warm;         /* [entries]; 0 keeps every visible block */
     const int64_t* sequence_ids; /* [sequences] */
-    const int64_t* layers;       /* [entries / layer_entries], decoder-layer index */
+    const int64_t* layers;       /* [entries / layer_entries], decoder-layer index; null: `layer` */
     const int32_t* page_table;   /* [sequences, page_table_stride] or null */
 
     int32_t* block_list;    /* out [entries, blocks]: kept ids ascending, then -1 */
@@ -33,21 +33,28 @@ typedef struct SpinSelectBlocksParams {
     uint8_t* row_masks;     /* out [entries, rows, blocks] or null: each row's own choice */
     uint8_t* explored_mask; /* out [entries, blocks] or null */
 
-    /* What the next spin_advance needs; all null, or all given. See advance.h. */
+    /* What the next spin_advance needs; all null, or the first five given. See advance.h. A lane
+     * whose entry has a position, but not the lane as its place, outgrew lane_slots: it no longer
+     * waits and is cold. */
     const int64_t* places;   /* [entries]: lane, or lanes_total and more for none */
     int64_t* lane_positions; /* out [lanes_total, rows]: of the step that waits */
     uint8_t* lane_waits;     /* out [lanes_total]: 1, its scores are to be observed */
     uint8_t* lane_warm;      /* out [lanes_total] */
     int64_t* lane_next;      /* out [lanes_total]: token position of a warm lane's step, or -1 */
+    const int64_t* lanes;    /* [sequences]; null where spin_advance has no lane_slots */
+    const int64_t* tenants;  /* [sequences]; null where spin_advance has none */
+    int64_t* lane_tenant;    /* out [lanes_total]; null with tenants */
 
     uint64_t seed;
+    int64_t lane_stride; /* lanes a layer; read when lanes are given */
     int64_t lanes_total;
     int64_t page_table_stride;
     int64_t compact_pages_stride;
     int32_t page_table_width; /* pages a sequence may have in page_table */
     int32_t entries;          /* layers * sequences */
     int32_t sequences;        /* entries a layer */
-    int32_t layer_entries;    /* entries sharing one element of `layers` */
+    int32_t layer_entries;    /* entries sharing one element of `layers`; all, if that is null */
+    int32_t layer;            /* decoder-layer index of every entry, read when layers is null */
     int32_t rows;             /* 1 .. 8 */
     int32_t blocks;           /* capacity, at most 16384 */
     int32_t tile_blocks;

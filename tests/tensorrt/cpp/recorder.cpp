@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "layer_ids.h"
 #include "spin/spin.h"
 
 #define RECORDER_EXPORT __attribute__((visibility("default")))
@@ -27,8 +26,6 @@ int record(const char* stem, const Params* params) {
     return SPIN_OK;
 }
 
-int64_t numbers[spin::trt::kMaxLayers];
-
 }  // namespace
 
 extern "C" {
@@ -41,9 +38,6 @@ RECORDER_EXPORT const char* recorder_stem(int i) {
 }
 RECORDER_EXPORT const void* recorder_params(int i) {
     return launches[i].params.data();
-}
-RECORDER_EXPORT const int64_t* recorder_layers() {
-    return numbers;
 }
 RECORDER_EXPORT void recorder_clear() {
     launches.clear();
@@ -87,11 +81,3 @@ const char* cudaGetErrorString(cudaError_t) {
 }
 
 }  // extern "C"
-
-namespace spin::trt {
-
-const int64_t* layer_id(int64_t layer) noexcept {
-    return numbers + layer;
-}
-
-}  // namespace spin::trt

@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "layer_ids.h"
 #include "spin/spin.h"
 
 namespace {
@@ -25,8 +24,6 @@ int check(const Params* params, int64_t count) {
     return std::rand() % 8 == 0 ? SPIN_ERROR_CUDA : SPIN_OK;  // launches may fail at any place
 }
 
-const int64_t numbers[spin::trt::kMaxLayers] = {};
-
 }  // namespace
 
 extern "C" {
@@ -42,7 +39,8 @@ int spin_predict_blocks(const SpinPredictBlocksParams* p, cudaStream_t) {
     return check(p, p->entries);
 }
 int spin_select_blocks(const SpinSelectBlocksParams* p, cudaStream_t) {
-    demand(p->layers >= numbers && p->layers < numbers + spin::trt::kMaxLayers, "layer");
+    demand(p->layers == nullptr && p->layer_entries == p->entries, "layers");
+    demand(p->layer >= 0 && p->layer < 1024, "layer");
     return check(p, p->entries);
 }
 int spin_score_slots(const SpinScoreSlotsParams* p, cudaStream_t) {
@@ -72,11 +70,3 @@ const char* cudaGetErrorString(cudaError_t) {
 }
 
 }  // extern "C"
-
-namespace spin::trt {
-
-const int64_t* layer_id(int64_t layer) noexcept {
-    return numbers + layer;
-}
-
-}  // namespace spin::trt
