@@ -12,7 +12,6 @@ from spin_trtllm.errors import SpinError
 from spin_trtllm.recall import recall_document
 
 CARD = Path(__file__).parent.parent / "benchmarks" / "tiny_model" / "README.md"
-WEIGHTS_SHA256 = "ccae43056191961a55e64c551dc68789d3eb9c897389f28f54c7839856a12785"
 BOS = 256
 
 
@@ -23,10 +22,17 @@ def model():
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def test_weights_are_those_of_the_card():
-    weights = (tiny.checkpoint_path() / "model.safetensors").read_bytes()
-    assert hashlib.sha256(weights).hexdigest() == WEIGHTS_SHA256
-    assert WEIGHTS_SHA256 in CARD.read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["checkpoint", "checkpoint-seed-1"])
+def test_weights_are_those_of_the_card(name):
+    weights = (CARD.parent / name / "model.safetensors").read_bytes()
+    digest = hashlib.sha256(weights).hexdigest()
+    assert f"| `{name}/model.safetensors` | `{digest}` |" in CARD.read_text(encoding="utf-8")
+
+
+def test_the_second_checkpoint_differs_in_its_weights_alone():
+    for name in ("config.json", "tokenizer.json"):
+        first, second = (CARD.parent / of / name for of in ("checkpoint", "checkpoint-seed-1"))
+        assert first.read_bytes() == second.read_bytes()
 
 
 def test_architecture(model):

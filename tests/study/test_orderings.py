@@ -11,10 +11,10 @@ from spin_trtllm.demo import license_text
 from spin_trtllm.hosts.transformers import load_model
 
 
-@pytest.fixture(scope="module")
-def nats():
+@pytest.fixture(scope="module", params=["checkpoint", "checkpoint-seed-1"])
+def nats(request):
     """Nats an answer by method, of three questions about 1,536 bytes."""
-    model, _ = load_model(tiny.checkpoint_path(), device="cpu")
+    model, _ = load_model(tiny.checkpoint_path().with_name(request.param), device="cpu")
     sizes = {"documents": 1, "context_bytes": 1_536, "queries": 3}
     batch = read_documents(model, list(documents_of("recall", filler=license_text(), **sizes)))
     found = {}
