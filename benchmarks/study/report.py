@@ -12,13 +12,22 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element, tostring
 
 from benchmarks.study.documents import RECALL, TEXT
 from benchmarks.study.intervals import compare, mean_interval, share_interval
+from benchmarks.study.tables import (
+    Result,
+    documents_of_answers,
+    flat,
+    label,
+    setting,
+    signed,
+    table,
+)
 from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.files import atomic_file
 from spin_trtllm.report.charts import draw
@@ -31,8 +40,6 @@ _STYLE = (
     "body{font:16px system-ui;max-width:44rem;margin:2rem auto;padding:0 1rem}"
     "svg text{font-size:12px}.grid,.whisker{stroke-width:1}.grid{stroke:#ddd}"
 )
-
-Result = dict[str, Any]
 
 
 def load_results(folder: Path) -> dict[str, list[Result]]:
@@ -57,7 +64,7 @@ def load_results(folder: Path) -> dict[str, list[Result]]:
         files = " and ".join(sorted(sources.values())[:2])
         raise SpinError(f"study: {files} come from different models, texts or versions")
     for name, results in found.items():
-        results.sort(key=lambda r: (r["cell"]["method"] != DENSE, r["cell"]["method"], _setting(r)))
+        results.sort(key=lambda r: (r["cell"]["method"] != DENSE, r["cell"]["method"], setting(r)))
         if results[0]["cell"]["method"] != DENSE:
             raise SpinError(f"study: no dense result of {name} in {str(folder)!r}")
     return dict(found)
@@ -65,29 +72,29 @@ def load_results(folder: Path) -> dict[str, list[Result]]:
 
 def quality_row(result: Result, dense: Result) -> dict[str, str]:
     """A method on a question next to dense, as text."""
-    right, before = _flat(result["right"]), _flat(dense["right"])
-    change = compare(before, right, _documents(result))
-    interval = share_interval(right, _documents(result))
+    right, before = flat(result["right"]), flat(dense["right"])
+    change = compare(before, right, documents_of_answers(result))
+    interval = share_interval(right, documents_of_answers(result))
     row = {
-        "method": _label(result),
+        "method": label(result),
         "right": f"{sum(right)} of {len(right)}",
         "share": "{:.3f} to {:.3f}".format(*interval) if interval else "(one document)",
         "lost, gained": f"{change.lost}, {change.gained}",
-        "share - dense": _signed(change.difference, change.interval),
+        "share - dense": signed(change.difference, change.interval),
     }
     if "nats" in result:
-        changes = [n - d for n, d in zip(*map(_flat, (result["nats"], dense["nats"])), strict=True)]
+        changes = [n - d for n, d in zip(*map(flat, (result["nats"], dense["nats"])), strict=True)]
         mean = sum(changes) / len(changes)
-        row["nats - dense"] = _signed(mean, mean_interval(changes, _documents(result)))
+        row["nats - dense"] = signed(mean, mean_interval(changes, documents_of_answers(result)))
     return row | _cost_columns(result)
 
 
 def draft_row(result: Result, dense: Result) -> dict[str, str]:
     """How a method's drafts fared, and how far it says what dense says."""
-    same = [a == b for a, b in zip(*map(_flat, (result["tokens"], dense["tokens"])), strict=True)]
+    same = [a == b for a, b in zip(*map(flat, (result["tokens"], dense["tokens"])), strict=True)]
     steps = sum(result["steps_of_rows"].values())
     return {
-        "method": _label(result),
+        "method": label(result),
         "drafts accepted": f"{result['accepted']} of {result['proposed']}",
         "tokens a step": f"{len(same) / steps:.2f}" if steps else "-",
         "tokens as dense": f"{sum(same) / len(same):.3f}",
@@ -99,10 +106,10 @@ def distance_rows(results: Sequence[Result]) -> Iterator[dict[str, str]]:
     """Right answers by the distance to their fact."""
     for result in results:
         buckets: dict[int, list[bool]] = {start: [] for start in BUCKETS_BYTES}
-        pairs = zip(*map(_flat, (result["distance_bytes"], result["right"])), strict=True)
+        pairs = zip(*map(flat, (result["distance_bytes"], result["right"])), strict=True)
         for distance, right in pairs:
             buckets[max(start for start in BUCKETS_BYTES if start <= distance)].append(right)
-        yield {"method": _label(result)} | {
+        yield {"method": label(result)} | {
             f"from {start:,} bytes": f"{sum(of)} of {len(of)}"
             for start, of in buckets.items()
             if of
@@ -113,8 +120,8 @@ def chart_of(name: str, results: Sequence[Result]) -> dict[str, Any]:
     """Share of right answers over bytes read, a series for each method (see `charts`)."""
     series: dict[str, list[dict[str, float]]] = defaultdict(list)
     for result in results:
-        right = _flat(result["right"])
-        low, high = share_interval(right, _documents(result)) or (None, None)
+        right = flat(result["right"])
+        low, high = share_interval(right, documents_of_answers(result)) or (None, None)
         point = {"x": result["cost"]["bytes_share"], "value": sum(right) / len(right)}
         series[result["cell"]["method"]].append(point | {"low": low, "high": high})
     return {
@@ -134,11 +141,11 @@ def write_markdown(questions: dict[str, list[Result]]) -> str:
         task, generated = dense["cell"]["question"]["task"], "tokens" in dense
         parts.append(f"## {name}")
         if task != TEXT or not generated:  # what follows a text is not in the text
-            parts.append(_table(quality_row(result, dense) for result in results))
+            parts.append(table(quality_row(result, dense) for result in results))
         if generated:
-            parts.append(_table(draft_row(result, dense) for result in results))
+            parts.append(table(draft_row(result, dense) for result in results))
         elif task == RECALL:
-            parts.append(_table(distance_rows(results)))
+            parts.append(table(distance_rows(results)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -182,15 +189,6 @@ def _paragraphs(questions: dict[str, list[Result]]) -> list[Element]:
     return [element("p", line) for line in _ran_on(questions)]
 
 
-def _table(rows: Iterable[dict[str, str]]) -> str:
-    """Rows as Markdown; columns in the order in which they first come up."""
-    found = list(rows)
-    columns = list(dict.fromkeys(column for row in found for column in row))
-    lines = [columns, ["---"] * len(columns)]
-    lines += [[row.get(column, "-") for column in columns] for row in found]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def _cost_columns(result: Result) -> dict[str, str]:
     cost = result["cost"]
     return {
@@ -204,31 +202,6 @@ def _question_name(question: dict[str, Any]) -> str:
     drafts = "" if question["drafts"] is None else f", up to {question['drafts']} drafts a step"
     size = f"{question['documents']} documents, {question['queries']} answers each"
     return f"{question['task']} at {question['context_bytes']:,} bytes, {size}{drafts}"
-
-
-def _setting(result: Result) -> float:
-    return float(result["cell"]["setting"])
-
-
-def _label(result: Result) -> str:
-    setting = _setting(result)
-    return f"`{result['cell']['method']}`" + (f" {setting:g}" if setting else "")
-
-
-def _documents(result: Result) -> list[int]:
-    """The document of each answer."""
-    return [number for number, answers in enumerate(result["right"]) for _ in answers]
-
-
-def _flat(by_document: list[list[Any]]) -> list[Any]:
-    return [one for document in by_document for one in document]
-
-
-def _signed(value: float, interval: tuple[float, float] | None) -> str:
-    if interval is None:
-        return f"{value:+.3f} (too few documents)"
-    low, high = interval
-    return f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def main() -> None:

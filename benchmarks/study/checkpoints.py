@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a method costs on one checkpoint and on another, document by document.
+
+    python -m benchmarks.study.checkpoints build/study build/study-seed-1 --output both.md
+
+The documents are the same for both, so the difference of the two costs is paired: an interval
+without zero says that the checkpoints differ, not that one of them answers better.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.study.documents import TEXT
+from benchmarks.study.intervals import mean_interval
+from benchmarks.study.report import DENSE, load_results
+from benchmarks.study.tables import Result, documents_of_answers, flat, label, signed, table
+from spin_trtllm.errors import SpinError, refuse
+from spin_trtllm.files import atomic_file
+
+
+def costs(result: Result, dense: Result) -> list[float]:
+    """What a method changed in each answer: nats a byte of text, else right less right before."""
+    what = "nats" if result["cell"]["question"]["task"] == TEXT else "right"
+    pairs = zip(flat(result[what]), flat(dense[what]), strict=True)
+    return [float(now) - float(before) for now, before in pairs]
+
+
+def write_comparison(first: Path, second: Path) -> str:
+    """A table for each question that both directories answer, as Markdown.
+
+    Raises:
+        SpinError: as `load_results`; no method that both ran.
+    """
+    ours, theirs = load_results(first), load_results(second)
+    parts = []
+    for question in (name for name in ours if name in theirs):
+        rows = list(_rows(ours[question], theirs[question]))
+        if rows:
+            parts += [f"## {question}", table(rows)]
+    if not parts:
+        refuse("second", str(second), f"a directory with methods that {str(first)!r} ran, too")
+    return "\n\n".join(("# Two checkpoints", *parts)) + "\n"
+
+
+def _rows(ours: list[Result], theirs: list[Result]) -> Iterator[dict[str, str]]:
+    """A method a row: of each checkpoint what is left and the cost, and how the costs differ."""
+    others = {label(result): result for result in theirs}
+    for mine in ours:
+        other = others.get(label(mine))
+        if other is None or "tokens" in mine:  # what is generated is another text on each
+            continue
+        row = {"method": label(mine), "right": _right(mine), "right, second": _right(other)}
+        if mine["cell"]["method"] != DENSE:
+            documents = documents_of_answers(mine)
+            before, after = costs(mine, ours[0]), costs(other, theirs[0])
+            change = [b - a for a, b in zip(before, after, strict=True)]
+            row |= {
+                name: signed(sum(values) / len(values), mean_interval(values, documents))
+                for name, values in (
+                    ("less dense", before),
+                    ("less dense, second", after),
+                    ("second less first", change),
+                )
+            }
+        yield row
+
+
+def _right(result: Result) -> str:
+    right = flat(result["right"])
+    return f"{sum(right)} of {len(right)}"
+
+
+def main() -> None:
+    """Write the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("first", type=Path, help="output directory of a study")
+    parser.add_argument("second", type=Path, help="of the same study, another checkpoint")
+    parser.add_argument("--output", type=Path, required=True, help="Markdown")
+    arguments = parser.parse_args()
+    try:
+        content = write_comparison(arguments.first, arguments.second)
+        with atomic_file(arguments.output) as path:
+            path.write_text(content, encoding="utf-8")
+    except SpinError as error:
+        parser.exit(2, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()
