@@ -23,7 +23,7 @@ from spin_trtllm.errors import SpinError, refuse
 
 LIBRARY_VARIABLE = "SPIN_LIBRARY"
 LIBRARY_NAME = "libspin.so"
-VERSION = 300  # SPIN_VERSION of plugins/include/spin/common.h
+VERSION = 400  # SPIN_VERSION of plugins/include/spin/common.h
 MINIMUM_CAPABILITY = (9, 0)  # clusters and programmatic launches; later GPUs run the PTX
 
 _POINTER, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -65,7 +65,7 @@ _FIELDS: dict[str, list[tuple[str, str]]] = {
     ],
     "observe_scores": [
         ("p", "v d lanes positions accepted scores compact_of_block"),
-        ("l", "slots v_stride d_stride score_stride"),
+        ("l", "slots v_stride d_stride score_stride lanes_total"),
         ("i", "entries rows blocks ratio block_size state_dtype full_rows row0_update"),
         ("f", "decay gain"),
     ],

@@ -115,7 +115,7 @@ extern "C" int spin_advance(const SpinAdvanceParams* p, cudaStream_t stream) {
     SPIN_CHECK_RANGE(p, sequences, 1, p->entries);
     SPIN_CHECK(p->entries % p->sequences == 0, SPIN_ERROR_RANGE, "sequences",
                "a divisor of entries");
-    SPIN_CHECK_RANGE(p, lane_stride, 1, p->lanes_total);
+    SPIN_CHECK_LANES(p);
     return p->state_dtype == SPIN_STATE_BF16 ? run<__nv_bfloat16>(*p, stream)
                                              : run<float>(*p, stream);
 }

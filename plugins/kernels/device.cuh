@@ -50,12 +50,12 @@ __device__ __forceinline__ int64_t query_slot(int64_t position, int32_t ratio) {
     return position < 0 ? 0 : divide(position, ratio);
 }
 
-// The lane of entry e, or -1.
+// The lane of entry e; -1 for none, or for one that no layer has: it would be a lane of the next.
 __device__ __forceinline__ int64_t entry_lane(const int64_t* lanes, int64_t lane_stride,
                                               int32_t sequences, int64_t e) {
     const uint32_t entry = static_cast<uint32_t>(e), each = static_cast<uint32_t>(sequences);
     const int64_t lane = lanes[entry % each];
-    return lane < 0 ? -1 : lane + entry / each * lane_stride;
+    return lane < 0 || lane >= lane_stride ? -1 : lane + entry / each * lane_stride;
 }
 
 // Unsigned integers in the order of the floats. -0.0 equals 0.0 and NaN equals -inf.

@@ -21,6 +21,7 @@ int run(const SpinObserveScoresParams& p, cudaStream_t stream) {
     a.tile_stride = SPIN_ADVANCE_TILE_SLOTS;
     a.d_stride = p.d_stride;
     a.score_stride = p.score_stride;
+    a.lanes_total = p.lanes_total;
     a.entries = p.entries;
     a.sequences = p.entries;
     a.rows = p.rows;
@@ -55,6 +56,7 @@ extern "C" int spin_observe_scores(const SpinObserveScoresParams* p, cudaStream_
     SPIN_CHECK_POINTER(p, accepted, 8);
     SPIN_CHECK_POINTER(p, scores, 16);
     SPIN_CHECK_POINTER(p, compact_of_block, 4);
+    SPIN_CHECK_RANGE(p, lanes_total, 1, kMaxLanes);
     SPIN_CHECK_RANGE(p, rows, 1, kMaxRows);
     SPIN_CHECK_RANGE(p, slots, 1, kMaxSlots);
     SPIN_CHECK_RANGE(p, ratio, 1, 1 << 20);

@@ -102,6 +102,7 @@ extern "C" int spin_predict_blocks(const SpinPredictBlocksParams* p, cudaStream_
     SPIN_CHECK_RANGE(p, slots, 1, kMaxSlots);
     SPIN_CHECK_RANGE(p, v_stride, p->slots, kMaxSlots * 2);
     SPIN_CHECK_RANGE(p, d_stride, p->slots + 1, kMaxSlots * 2);
+    SPIN_CHECK_RANGE(p, lane_stride, 1, kMaxLanes);
     SPIN_CHECK_RANGE(p, ratio, 1, 1 << 20);
     SPIN_CHECK(is_block_size(p->block_size), SPIN_ERROR_UNSUPPORTED, "block_size",
                "8, 16, 32, 64, 128");

@@ -30,7 +30,7 @@ __device__ __forceinline__ Standing resolve(const TileArgs<State>& a, uint32_t e
     past = -1;
     Standing found = {a.lanes_total + s, 0, false};
     const int64_t first = __shfl_sync(kAll, now, 0);
-    if (lane < 0 || lane >= a.lanes_total || first < 0) {
+    if (lane < 0 || first < 0) {
         return found;
     }
     // Loads that go out together.

@@ -145,7 +145,7 @@ __device__ __forceinline__ void write_books(const SpinSelectBlocksParams& p, int
     } else if (t == 0 && p.lanes != nullptr && positions[0] >= 0) {
         // It has outgrown its memory, unless it never had a lane.
         const int64_t lane = entry_lane(p.lanes, p.lane_stride, p.sequences, e);
-        if (lane >= 0 && lane < p.lanes_total) {
+        if (lane >= 0) {
             p.lane_waits[lane] = 0;
             p.lane_warm[lane] = 0;
         }
@@ -345,7 +345,7 @@ extern "C" int spin_select_blocks(const SpinSelectBlocksParams* p, cudaStream_t 
         SPIN_CHECK_POINTER(p, lane_next, 8);
         if (p->lanes != nullptr) {
             SPIN_CHECK_POINTER(p, lanes, 8);
-            SPIN_CHECK_RANGE(p, lane_stride, 1, p->lanes_total);
+            SPIN_CHECK_LANES(p);
         }
         if (p->tenants != nullptr) {
             SPIN_CHECK_POINTER(p, tenants, 8);

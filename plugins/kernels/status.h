@@ -49,6 +49,17 @@ inline bool is_block_size(int32_t b) {
             return fail(status, field, allowed);      \
     } while (0)
 
+// Of entries whose lanes go on from layer to layer.
+#define SPIN_CHECK_LANES(params)                                                              \
+    do {                                                                                      \
+        SPIN_CHECK_RANGE(params, lanes_total, 1, kMaxLanes);                                  \
+        SPIN_CHECK((params)->lane_stride >= 1 &&                                              \
+                       (params)->lane_stride <=                                               \
+                           (params)->lanes_total / ((params)->entries / (params)->sequences), \
+                   SPIN_ERROR_RANGE, "lane_stride", "1 .. lanes_total / layers");             \
+    } while (0)
+
+constexpr int64_t kMaxLanes = INT32_MAX;
 constexpr int64_t kMaxSlots = int64_t{1} << 24;
 constexpr int32_t kMaxEntries = 1 << 24;
 

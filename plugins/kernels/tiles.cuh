@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows> - kFew
     __syncthreads();
     const int64_t home = standing.place;
     const int learned = standing.observed;
-    if (home < 0 || (kAdvance && home >= a.lanes_total) || (!kAdvance && learned == 0)) {
+    if (home < 0 || home >= a.lanes_total || (!kAdvance && learned == 0)) {
         return;
     }
     // Groups of eight that the capacity needs; the last one of each may be padded.

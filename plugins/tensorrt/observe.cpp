@@ -44,6 +44,7 @@ bool run(const Call& call) {
     p.v_stride = layout[kVWidth];
     p.d_stride = layout[kDWidth];
     p.score_stride = config.width();
+    p.lanes_total = layout[kLanes];
     p.entries = static_cast<int32_t>(layout[kSequences]);
     p.rows = static_cast<int32_t>(layout[kRows]);
     p.blocks = static_cast<int32_t>(config.blocks());

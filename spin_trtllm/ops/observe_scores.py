@@ -135,6 +135,7 @@ def _launch(
         v_stride=row_stride(vertical),
         d_stride=row_stride(diagonal),
         score_stride=row_stride(flat),
+        lanes_total=v.shape[0],
         entries=sequences if rows and slots else 0,
         rows=rows,
         blocks=blocks.shape[1],

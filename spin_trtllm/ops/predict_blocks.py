@@ -100,6 +100,7 @@ def _launch(
         slots=v.shape[-1],
         v_stride=row_stride(v),
         d_stride=row_stride(d),
+        lane_stride=v.shape[0],
         entries=sequences if rows and blocks else 0,
         sequences=max(sequences, 1),
         rows=rows,

@@ -272,6 +272,37 @@ def test_another_tenant_of_a_lane_starts_cold() -> None:
     assert found == [[row] * len(LAYERS) for row in wanted]
 
 
+@pytest.mark.parametrize("wild", [3, 4, 8, 9, 2**32, 2**62])
+@pytest.mark.parametrize(
+    ("kind", "pooling"), [(GpuState, "max"), (GpuState, "mean"), (GrowingState, "max")]
+)
+def test_a_lane_out_of_range_is_none(wild: int, kind: type[GpuState], pooling: str) -> None:
+    """Neither a lane of the next layer, which the number would be, nor one past them all."""
+    found = []
+    for other in (-1, wild):
+        state = kind(LAYERS, sequences=2, slots=3000)  # a layer has three lanes
+        step = GpuStep(replace(BASE, pooling=pooling), state, ratio=1, sequences=2)
+        assert state.device_lanes([7, 8]) == [0, 1]
+        if isinstance(state, GrowingState):
+            assert state.grow(7, 3000)
+            assert state.grow(8, 3000)
+        lanes, ids = torch.tensor([other, 1]).cuda(), torch.tensor([7, 8]).cuda()
+        seen = []
+        for t in range(4):
+            step.begin(lanes, ids, torch.tensor([[900 + t], [2000 + t]]).cuda(), tenants=ids)
+            for layer in range(len(LAYERS)):
+                view = step.layer(layer)
+                scores = torch.arange(3000.0).sin().expand(2, 1, -1).cuda()
+                put_scores(view, scores, BASE.block_size, 0.0)
+                seen += [view.block_list.clone(), view.places.clone(), step.top_k(layer).clone()]
+            seen += [step.warm.clone(), *(t.clone() for t in state._books())]
+        seen += [t for i in (7, 8) for t in state.export(i).values()]
+        found.append(seen)
+        assert step.warm.view(-1, 2).tolist() == [[False, True]] * len(LAYERS)
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b), first_difference(a, b)
+
+
 def test_a_migrated_sequence_is_the_same_in_a_growing_state() -> None:
     config = replace(BASE, block_size=64, top_k=64)
     source = GpuState(LAYERS, sequences=1, slots=70_000)

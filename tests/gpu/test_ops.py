@@ -81,6 +81,31 @@ def test_observe_scores_equals_the_reference(seed: int) -> None:
     assert same_bits(got_d, d), first_difference(got_d, d)
 
 
+@pytest.mark.parametrize("lane", [-1, 3, 4, 2**32, 2**62, -(2**62)])
+def test_a_lane_out_of_range_is_none(lane: int) -> None:
+    """Its averages read as zero, and it learns nothing; three lanes lie between others."""
+    generator = torch.Generator().manual_seed(3)
+    whole = torch.randn(2, 9, 320, generator=generator).bfloat16()  # rows that need no copy
+    want, got = whole.clone(), whole.cuda()
+    lanes, positions = torch.tensor([lane, 1]), torch.tensor([[250], [260]])
+    options = {"ratio": 1, "block_size_slots": 64}
+    v, d = got[0, 3:6, :304], got[1, 3:6, :305]
+    for pooling in ("max", "top4", "mean"):
+        given = (v, d, lanes.cuda(), positions.cuda())
+        predicted = ops.predict_blocks(*given, **options, pooling=pooling).cpu()
+        assert predicted[0, 0].tolist() == [0.0] * 4 + [-torch.inf]
+        assert bool(predicted[1, 0].any())
+    scores, blocks = torch.ones(2, 1, 304), torch.ones(2, 5, dtype=torch.bool)
+    learned = (lanes, scores, blocks, positions, torch.zeros(2, dtype=torch.int64))
+    ops.observe_scores(v, d, *(t.cuda() for t in learned), **options, ema_decay=0.5)
+    alone = (t[1:] for t in learned)
+    reference.observe_scores(
+        want[0, 3:6, :304], want[1, 3:6, :305], *alone, **options, ema_decay=0.5
+    )
+    assert not torch.equal(want, whole)
+    assert same_bits(got, want), first_difference(got, want)
+
+
 @pytest.mark.parametrize("seed", range(80))
 def test_select_blocks_equals_the_reference(seed: int) -> None:
     generator, slots, block, ratio, rows, sequences = draw(seed)

@@ -64,7 +64,7 @@ typedef struct SpinAdvanceParams {
     int64_t tile_stride;  /* tile slots, where a lane's averages are one piece */
     int64_t score_stride; /* multiple of 8, at least blocks * block_size */
     int64_t lane_stride;  /* lanes a layer: what entries of further layers add to their lane */
-    int64_t lanes_total;  /* layers * lane_stride */
+    int64_t lanes_total;  /* layers * lane_stride, or more */
     int32_t entries;      /* layers * sequences */
     int32_t sequences;    /* entries a layer */
     int32_t rows;         /* 1 .. 8 */

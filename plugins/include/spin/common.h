@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 /* major * 10000 + minor * 100 + patch; changes whenever a parameter struct changes. */
-#define SPIN_VERSION 300
+#define SPIN_VERSION 400
 
 #define SPIN_EXPORT __attribute__((visibility("default")))
 
@@ -46,6 +46,8 @@ SPIN_EXPORT const char* spin_error_string(int status);
  * - `struct_bytes` is sizeof the struct, so that a caller built against other headers is refused.
  *
  * An entry is one sequence in one layer. With `sequences` entries a layer, entry e reads the
- * per-sequence inputs (lanes, positions, sequence_ids, page_table) at e % sequences.
+ * per-sequence inputs (lanes, positions, tenants, sequence_ids, page_table) at e % sequences.
+ * A lane that is not one of its layer's, 0 .. lane_stride - 1, is none: -1 by convention. Such an
+ * entry has no state, and none is read or written for it.
  */
 #endif /* SPIN_COMMON_H_ */

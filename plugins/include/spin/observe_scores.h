@@ -22,6 +22,7 @@ typedef struct SpinObserveScoresParams {
     int64_t v_stride;                /* multiple of 8, at least slots */
     int64_t d_stride;                /* multiple of 8, at least slots + 1 */
     int64_t score_stride;            /* multiple of 8 */
+    int64_t lanes_total;             /* lanes of v and d; a lane outside them is none */
     int32_t entries;
     int32_t rows; /* 1 .. 8 */
     int32_t blocks;

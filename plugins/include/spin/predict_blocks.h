@@ -21,7 +21,7 @@ typedef struct SpinPredictBlocksParams {
     int64_t slots;            /* capacity N; D holds N + 1 */
     int64_t v_stride;
     int64_t d_stride;
-    int64_t lane_stride; /* added to the lane for every further layer */
+    int64_t lane_stride; /* lanes a layer: what entries of further layers add to their lane */
     int32_t entries;     /* layers * sequences */
     int32_t sequences;   /* entries a layer */
     int32_t rows;        /* 1 .. 8 */
