@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from spin_trtllm import native
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError
 from spin_trtllm.gpu_step import NO_LANE, GpuState, GpuStep
@@ -154,3 +156,55 @@ def test_more_blocks_than_the_kernels_take_are_refused_at_once() -> None:
         SpinError, match=r"^slots: got 1048577, allowed: at most 16384 blocks of 64"
     ):
         GpuStep.estimate_bytes(CONFIG, 1, slots=64 * 16_384 + 1, **sizes)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Stems that would have been launched, and the fields they were given."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(native, "stream_of", lambda _: 0)
+    monkeypatch.setattr(native, "call", lambda stem, _, **fields: found.append((stem, fields)))
+    return found
+
+
+def begin(step: GpuStep, **more: torch.Tensor) -> None:
+    lanes, positions = torch.tensor([1, -1]), torch.tensor([[5, 6], [7, -1]])
+    step.begin(lanes, lanes + 40, positions, **more)
+
+
+@pytest.mark.parametrize("pooling", ["max", "mean"])
+def test_every_field_of_a_launch_is_one_that_the_stem_has(
+    launches: list[tuple[str, dict[str, Any]]], pooling: str
+) -> None:
+    """A struct of ctypes takes any other name, too, and the kernel never sees it."""
+    config = replace(CONFIG, pooling=pooling)
+    step = GpuStep(config, make_state(), ratio=4, sequences=2, rows=2, page_slots=32)
+    begin(step, page_table=torch.zeros(2, 5, dtype=torch.int32), tenants=torch.tensor([8, 9]))
+    step.adopt(0, torch.zeros(4, 100), torch.zeros(4, 8, dtype=torch.int32))
+    step.top_k(0)
+    predicted = [] if pooling == "max" else ["predict_blocks"]
+    wanted = ["advance", *predicted, "select_blocks", "adopt_scores", "topk_slots"]
+    assert [stem for stem, _ in launches] == wanted
+    for stem, fields in launches:
+        known = {name for name, _ in native.params_struct(stem)._fields_}
+        assert not set(fields) - known, stem
+
+
+def test_the_books_that_a_step_reads_are_those_it_writes(
+    launches: list[tuple[str, dict[str, Any]]],
+) -> None:
+    state, tenants = make_state(), torch.tensor([8, 9])
+    begin(GpuStep(CONFIG, state, ratio=4, sequences=2, rows=2), tenants=tenants)
+    reads, writes = (dict(launches)[stem] for stem in ("advance", "select_blocks"))
+    books = {
+        "lane_waits": state.lane_waits,
+        "lane_warm": state.warm,
+        "lane_next": state.next_tokens,
+        "lane_tenant": state.lane_tenant,
+        "tenants": tenants,
+    }
+    for fields in (reads, writes):
+        assert all(fields[name] is tensor for name, tensor in books.items())
+        assert (fields["lane_stride"], fields["lanes_total"]) == (3, 6)
+    for name in ("lanes", "lane_positions", "places", "warm", "compact_of_block"):
+        assert reads[name] is writes[name], name
