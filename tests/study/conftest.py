@@ -12,7 +12,15 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS / "tiny_model")]
 
 FILLER = b"The quick brown fox jumps over the lazy dog. " * 30
 
-NEED_TRANSFORMERS = ("answers", "beyond", "methods", "orderings", "run", "speculation")
+NEED_TRANSFORMERS = (
+    "answers",
+    "beyond",
+    "methods",
+    "pairs",
+    "run",
+    "speculation",
+    "trained_methods",
+)
 if find_spec("transformers") is None:
     collect_ignore = [f"test_{name}.py" for name in NEED_TRANSFORMERS]
 

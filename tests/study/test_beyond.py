@@ -13,7 +13,9 @@ from benchmarks.study.beyond import __main__ as command
 from benchmarks.study.beyond import capture as capturing
 from benchmarks.study.beyond.arms import ARMS, BASELINE, SPARSITIES
 from benchmarks.study.beyond.capture import VIEWS, capture, trace_path
-from benchmarks.study.beyond.findings import find, layer_targets
+from benchmarks.study.beyond.compare import everywhere, verdict, write_comparison
+from benchmarks.study.beyond.findings import PAPER, find, layer_targets
+from benchmarks.study.beyond.layers import layers_of, traces_of
 from benchmarks.study.beyond.measure import Document, Figures, load, measure, save
 from benchmarks.study.beyond.table import write_table
 from benchmarks.study.beyond.variants import (
@@ -25,6 +27,7 @@ from benchmarks.study.beyond.variants import (
     to_log8,
 )
 from spin_trtllm.config import SpinConfig
+from spin_trtllm.errors import SpinError
 from spin_trtllm.reference import Selection
 from spin_trtllm.reference.predict_blocks import pool_blocks
 from spin_trtllm.replay.policies import Outcome, SpinPolicy
@@ -275,6 +278,72 @@ def test_arms_are_compared_at_the_baselines_bytes():
     )
     assert "| `block 8` | 0.50 | **0.2500** (-0.1500: -0.1500 to -0.1500) |" in table
     assert "| `vertical` | - | - |" in table
+
+
+def curve_of(miss, extra=0.0):
+    return [[flat_figures([miss * s] * 2, read=1 - s + extra)] * 4 for s in SPARSITIES]
+
+
+def test_arms_are_compared_at_the_papers_misses():
+    figures = {BASELINE: curve_of(0.8), PAPER: curve_of(1.0), "query 0.5": curve_of(0.7, 0.1)}
+    found = find(figures, ["text"] * 4)["all"]
+    at_40 = {name: arm["equal_misses"][2] for name, arm in found.items()}
+    # As much is missed at 0.5 as there at 0.4.
+    assert at_40[BASELINE]["target_sparsity"]["value"] == pytest.approx(0.5)
+    assert at_40[BASELINE]["read"]["value"] == pytest.approx(0.5)
+    assert at_40[BASELINE]["read_difference"]["low"] == pytest.approx(-0.1)
+    assert at_40[PAPER]["read_difference"]["value"] == 0
+    beyond = found["query 0.5"]["equal_misses"][3]  # 0.5 / 0.7 is more than any target that was run
+    assert beyond["target_sparsity"]["value"] is None
+    assert find({BASELINE: curve_of(0.8)}, ["text"])["all"][BASELINE]["equal_misses"] == []
+
+
+def test_what_checkpoints_have_in_common():
+    better, worse = curve_of(0.5), curve_of(2.0)
+    usual = {BASELINE: curve_of(0.8), PAPER: curve_of(1.0)}
+    tasks = ["text"] * 4
+    one = find({**usual, "query 0.5": better, "decay 0.9": worse}, tasks)["all"]
+    other = find({**usual, "query 0.5": better, "decay 0.9": better}, tasks)["all"]
+    text = write_comparison({"one": one, "other": other})
+    assert "| `query 0.5` | `++++` | `++++` | `++++` | `++++` | less | less |" in text
+    assert "| `decay 0.9` | `----` | `++++` | `----` | `++++` |  |  |" in text
+    assert "| `block 64` | `----` | `----` | `----` | `----` | more | more |" in text
+    assert "| `spin` | 0.50 | 0.500 (-0.100 to -0.100) | 0.50 |" in text
+    assert "| `block 64` | 0.40 | 0.600 | 0.40 | 0.600 |" in text
+    with pytest.raises(SpinError, match=r"^two: got 'other variants'"):
+        write_comparison({"one": one, "two": find(usual, tasks)["all"]})
+
+
+def test_no_verdict_without_an_interval_or_on_both_sides_of_zero():
+    assert verdict({"low": None, "high": None}) == "."
+    assert verdict({"low": -0.1, "high": 0.0}) == "="
+    assert [everywhere(signs) for signs in (["++", "++"], ["+.", "++"], ["=="], ["--"])] == [
+        "less",
+        "",
+        "",
+        "more",
+    ]
+
+
+def test_layers_of_a_sweep_are_calibrations(trace, tmp_path):
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    for number in (0, 1):
+        scores = torch.stack([step.scores for step in trace])
+        write_trace(
+            folder / f"text-{number}-16-mean.safetensors",
+            scores.masked_fill(scores.isneginf(), float("nan")) + number,
+            trace.positions_tokens,
+            trace.accepted,
+            ratio=1,
+            top_k=TOP_K,
+            layers=[1, 3],
+            sequence_id=number,
+        )
+    found = layers_of(traces_of(tmp_path), 0.3)
+    assert sum(found["layers"].values()) / 2 == pytest.approx(0.3, abs=0.02)
+    with pytest.raises(SpinError, match=r"a directory of benchmarks\.study\.beyond"):
+        traces_of(folder)
 
 
 # ---------------------------------------------------------------- capture and command

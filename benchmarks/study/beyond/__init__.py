@@ -7,4 +7,6 @@ arms.py       the variants by name, and what each costs
 measure.py    what a variant missed on a document, and the bytes it read
 findings.py   figures with intervals, and differences at equal bytes
 table.py      the same as Markdown
+compare.py    what several checkpoints have in common
+layers.py     a target for each layer, as the product's calibration finds it
 """

@@ -15,6 +15,7 @@ from spin_trtllm.report.intervals import Estimate, interpolate, mean_of, p99_of
 from spin_trtllm.report.record import FloatArray
 
 EQUAL_AT = (0.2, 0.3, 0.4, 0.5)  # baseline's targets, whose bytes the others are given
+PAPER = "block 64"  # the paper's block size: targets of EQUAL_AT, whose misses the others are given
 STATISTICS: dict[str, tuple[str, Callable[[Sequence[FloatArray]], Estimate]]] = {
     "mean_miss": ("miss", mean_of),
     "p99_miss": ("miss", p99_of),
@@ -32,7 +33,8 @@ def find(figures: Mapping[str, ByTarget], tasks: Sequence[str]) -> dict[str, Any
         tasks: of each document.
 
     Returns:
-        By task, `all` first, then by arm: `targets` and `equal_bytes`.
+        By task, `all` first, then by arm: `targets`, `equal_bytes` and, where the paper's blocks
+        are among the arms, `equal_misses`.
     """
     found = {}
     for task in ("all", *dict.fromkeys(tasks)):
@@ -42,7 +44,11 @@ def find(figures: Mapping[str, ByTarget], tasks: Sequence[str]) -> dict[str, Any
             for name, by_target in figures.items()
         }
         found[task] = {
-            name: {"group": ARMS[name].group, **_describe(curve, curves[BASELINE])}
+            name: {
+                "group": ARMS[name].group,
+                **_describe(curve, curves[BASELINE]),
+                "equal_misses": _as_good_as(curves[PAPER], curve) if PAPER in curves else [],
+            }
             for name, curve in curves.items()
         }
     return found
@@ -80,6 +86,27 @@ def _describe(
             row[f"{name}_difference"] = _rounded(here - baseline[name][place])
         equal.append(row)
     return {"targets": targets, "equal_bytes": equal}
+
+
+def _as_good_as(
+    paper: Mapping[str, list[Estimate]], curve: Mapping[str, list[Estimate]]
+) -> list[dict[str, Any]]:
+    """How much can be skipped, and what is read, where the mean miss is that of `PAPER`."""
+    rows = []
+    for target in EQUAL_AT:
+        place = SPARSITIES.index(target)
+        at, missed = paper["mean_miss"][place], curve["mean_miss"]
+        read = interpolate(missed, curve["read"], at)
+        skipped = interpolate(missed, [_constant(s, at) for s in SPARSITIES], at)
+        rows.append(
+            {
+                "as_paper_at": target,
+                "target_sparsity": _rounded(skipped),
+                "read": _rounded(read),
+                "read_difference": _rounded(read - paper["read"][place]),
+            }
+        )
+    return rows
 
 
 def _constant(value: float, like: Estimate) -> Estimate:
