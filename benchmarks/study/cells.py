@@ -24,6 +24,7 @@ SPIN: tuple[Setting, ...] = (DENSE, ("spin", 0.4), ("spin", 0.6))
 EQUAL: tuple[Setting, ...] = (
     *SPIN,
     ("spin_query", 0.6),
+    ("spin_layers", 0.6),
     ("streaming", 0.6),
     ("tisa", 0.6),
     ("hisa", 0.6),
@@ -34,7 +35,11 @@ EQUAL: tuple[Setting, ...] = (
 )
 CURVE: tuple[Setting, ...] = (
     DENSE,
-    *((method, sparsity) for method in ("spin", "spin_query") for sparsity in (0.2, 0.4, 0.6, 0.8)),
+    *(
+        (method, sparsity)
+        for method in ("spin", "spin_query", "spin_layers")
+        for sparsity in (0.2, 0.4, 0.6, 0.8)
+    ),
     *(
         (method, sparsity)
         for method in ("streaming", "tisa", "hisa", "heavy_hitters")

@@ -18,7 +18,8 @@ from spin_trtllm.report.inputs import check_traces
 from spin_trtllm.report.record import FloatArray, Record
 from spin_trtllm.report.store import MAX_JOBS, Arm, Store, TraceFile
 
-TARGETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # replayed; no layer gets more than the last
+# Replayed; no layer gets more than the last.
+TARGETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 @dataclass(frozen=True)

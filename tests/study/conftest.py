@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks are not installed: makes them importable. And a miniature model and study."""
 
+import json
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,13 +27,18 @@ if find_spec("transformers") is None:
 
 
 @pytest.fixture(scope="session")
-def model():
+def model(tmp_path_factory):
     """Random weights, two layers with an indexer: top-16 of blocks of 16, 16 heads of 16."""
     from miniature import small_configuration
 
     from benchmarks.tiny_model.model import CSA, HCA, SLIDING, new_model
 
-    return new_model(small_configuration(layer_types=[SLIDING, CSA, HCA, CSA]), 0).eval()
+    made = new_model(small_configuration(layer_types=[SLIDING, CSA, HCA, CSA]), 0).eval()
+    folder = tmp_path_factory.mktemp("miniature")
+    targets = {"0": {"1": 0.0, "3": 0.0}, "0.5": {"1": 0.75, "3": 0.25}}
+    (folder / "layer_sparsity.json").write_text(json.dumps(targets), encoding="utf-8")
+    made.name_or_path = str(folder)
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from benchmarks.study.decoding import answer, read_documents
 from benchmarks.study.documents import documents_of
 from benchmarks.study.methods import METHODS, Cost, HookedRun, Rule, model_geometry
 from benchmarks.study.methods.hisa import block_means
+from benchmarks.study.methods.layers import layer_targets
 from benchmarks.study.methods.streaming import Streaming
 from benchmarks.study.methods.tisa import Tisa
 from spin_trtllm.errors import SpinError
@@ -72,7 +73,7 @@ def test_a_method_that_skips_is_not_dense(name, model, recall):
     assert cost.products < 0.7 * cost.dense_products
 
 
-@pytest.mark.parametrize("name", ["spin", "spin_query"])
+@pytest.mark.parametrize("name", ["spin", "spin_query", "spin_layers"])
 @pytest.mark.parametrize("documents", ["recall", "dialogue"])
 def test_spin_as_a_rule_is_spin_of_the_session(name, documents, model, request):
     batch = request.getfixturevalue(documents)
@@ -98,6 +99,7 @@ LITERAL = {
     "spin": Cost(512, 384, 0, 3_584, 8_192, 6_144),
     # Of eight blocks the oldest and the newest are kept unseen: six pooled keys four times.
     "spin_query": Cost(512, 384, 24, 3_584, 8_192, 6_528),
+    "spin_layers": Cost(512, 384, 0, 3_584, 8_192, 6_144),  # two blocks and six: as many as SPIN's
     "streaming": Cost(512, 256, 0, 0, 8_192, 4_096),
     "tisa": Cost(512, 384, 0, 128 * 2, 8_192, 6_144),  # 128 cached scores of two bytes
     "hisa": Cost(512, 256, 24, 0, 8_192, 4_480),
@@ -217,3 +219,17 @@ def test_block_means_divide_by_what_a_block_holds():
     keys = torch.arange(10.0).view(1, 5, 2)
     expected = torch.tensor([[[1.0, 2.0], [5.0, 6.0], [8.0, 9.0]]])
     assert torch.equal(block_means(keys, 2), expected)
+
+
+def test_layers_have_targets_of_their_own(model, recall):
+    assert layer_targets(model, 0.5) == {1: 0.75, 3: 0.25}
+    assert run(model, recall, "spin_layers", 0.5)[0] != run(model, recall, "spin", 0.5)[0]
+    with pytest.raises(SpinError, match=r"^setting: got 0.3, allowed: one of 0, 0.5, as calib"):
+        layer_targets(model, 0.3)
+
+
+def test_targets_must_lie_beside_the_weights(tmp_path):
+    elsewhere = torch.nn.Module()
+    elsewhere.name_or_path = str(tmp_path)
+    with pytest.raises(SpinError, match=r"no targets of layers at .*layer_sparsity.json"):
+        layer_targets(elsewhere, 0.5)

@@ -24,6 +24,7 @@ from benchmarks.study.methods.heavy_hitters import HeavyHitters
 from benchmarks.study.methods.hisa import Hisa
 from benchmarks.study.methods.hooked import HookedRun, model_geometry
 from benchmarks.study.methods.index_cache import IndexCache
+from benchmarks.study.methods.layers import layer_targets
 from benchmarks.study.methods.previous_picks import PreviousPicks
 from benchmarks.study.methods.rule import Rule
 from benchmarks.study.methods.spin import SpinRule, SpinRun
@@ -117,9 +118,11 @@ def _rival(setting: str, rule: Callable[[float], Rule]) -> Method:
     return Method(setting, lambda model, ids, value, drafts: HookedRun(model, rule(value)))
 
 
-def _spin(query_share: float = 0.0) -> Method:
+def _spin(query_share: float = 0.0, *, by_layer: bool = False) -> Method:
     def start(model: torch.nn.Module, ids: Sequence[int], value: float, drafts: bool) -> Run:
         config = spin_config(value, query_share)
+        if by_layer:
+            config = replace(config, layer_sparsity=layer_targets(model, value))
         if drafts:  # which the embedded host's session does not take
             return HookedRun(model, SpinRule(model, config, ids))
         return SpinRun(model, config, ids)
@@ -133,6 +136,7 @@ METHODS = {
     "dense": _rival("none", lambda _: Rule()),
     "spin": _spin(),
     "spin_query": _spin(query_share=0.5),
+    "spin_layers": _spin(by_layer=True),
     "streaming": _rival(_SPARSITY, lambda value: Streaming(to_ppm(value))),
     "tisa": _rival(_SPARSITY, lambda value: Tisa(to_ppm(value))),
     "hisa": _rival(_SPARSITY, lambda value: Hisa(to_ppm(value))),
