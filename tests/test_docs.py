@@ -4,6 +4,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -22,6 +23,7 @@ HOOK_RESULT = ROOT / "benchmarks" / "results" / "h200-trtllm-step.json"
 NODES_RESULT = ROOT / "benchmarks" / "results" / "h200-tensorrt-plugin.json"
 TRITON_RESULT = ROOT / "benchmarks" / "results" / "triton-cpu.json"
 STUDY = ROOT / "benchmarks" / "study"
+MISSES = {"mean_miss": 3, "p99_miss": 2}  # figures of the sweep, and decimals in docs/quality.md
 TRACE_FORMAT = ROOT / "docs" / "trace-format.md"
 ALGORITHM = ROOT / "docs" / "algorithm.md"
 DOCUMENTS = [
@@ -131,6 +133,91 @@ def test_the_study_quotes_its_own_results():
         assert quoted
         for line in quoted:
             assert [cell.strip() for cell in line.strip("|").split("|")] in known
+
+
+def sweeps() -> list[Any]:
+    """What the sweep found on the shipped checkpoint, then on the other."""
+    files = (STUDY / "results" / f"beyond{name}-cpu.json" for name in ("", "-seed-1"))
+    return [json.loads(file.read_text(encoding="utf-8"))["found"]["all"] for file in files]
+
+
+def with_difference(row: Any, key: str, places: int) -> str:
+    """A figure and the interval of its difference from the baseline, unless it is that."""
+    shown, change = f"{row[key]['value']:.{places}f}", row[f"{key}_difference"]
+    if not (change["low"] or change["high"]):
+        return shown
+    return f"{shown} ({change['low']:+.{places}f} to {change['high']:+.{places}f})"
+
+
+def test_the_study_quotes_the_orderings():
+    text = (STUDY / "README.md").read_text(encoding="utf-8").split("## The paper's orderings")[1]
+    result = json.loads((STUDY / "results/orderings-cpu.json").read_text(encoding="utf-8"))
+    claims = [
+        [claim for study in report["studies"].values() for claim in study["claims"]]
+        for report in result.values()
+    ]
+    known = [
+        (
+            both[0]["text"],
+            *(
+                "{difference:+.3f} ({low:+.3f} to {high:+.3f}): {verdict}".format(**claim)
+                for claim in both
+            ),
+        )
+        for both in zip(*claims, strict=True)
+    ]
+    table = text.split("|---|---|---|---|\n")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()]
+    assert len(rows) == 15
+    assert all((row[0], *row[2:]) in known for row in rows)
+    assert f"All {len(known)} claims" in text
+    assert f"**None fails**, of {2 * len(known)}" in text
+    assert not any("does not hold" in verdict for _, *verdicts in known for verdict in verdicts)
+
+
+def test_the_study_quotes_the_sweep():
+    text = (STUDY / "README.md").read_text(encoding="utf-8").split("## Beyond the paper")[1]
+    table = text.split("|---|---|---|---|---|---|\n")[1].split("\n\n")[0]
+    both = sweeps()
+    for line in table.splitlines():
+        name = line.split("`")[1]
+        rows = [sweep[name]["equal_bytes"][2] for sweep in both]  # as the baseline at 0.4
+        targets = dict.fromkeys(f"{row['target_sparsity']['value']:.2f}" for row in rows)
+        cells = [with_difference(row, key, 3) for row in rows for key in MISSES]
+        assert line == f"| `{name}` | {'; '.join(targets)} | {' | '.join(cells)} |"
+    for sweep, words in zip(
+        both,
+        (
+            "at a target of {:.2f} on the shipped weights, with {:.0%} of the keys and {:.2f} of",
+            "and of {:.2f} on seed-1, with {:.0%} and {:.2f}.",
+        ),
+        strict=True,
+    ):
+        row = sweep["query 0.5"]["equal_misses"][2]
+        target, read = row["target_sparsity"]["value"], row["read"]["value"]
+        shown = words.format(target, 1 - target, read).replace("%", " %")
+        assert shown in " ".join(text.split())
+
+
+def test_quality_quotes_the_sweep_and_the_calibration():
+    text = (ROOT / "docs/quality.md").read_text(encoding="utf-8")
+    both = sweeps()
+    for place, sparsity in enumerate((20, 30, 40, 50)):
+        cells = []
+        for sweep in both:
+            preset, asked = (sweep[name]["equal_bytes"][place] for name in ("spin", "query 0.5"))
+            cells.append("{:.3f}, {:.2f}".format(*(preset[key]["value"] for key in MISSES)))
+            cells += [with_difference(asked, key, places) for key, places in MISSES.items()]
+        target = asked["target_sparsity"]["value"]
+        assert f"\n| {sparsity} % | {target:.2f} | {' | '.join(cells)} |\n" in text
+    result = json.loads((STUDY / "results/beyond-layers-cpu.json").read_text(encoding="utf-8"))
+    for name, rows in result.items():
+        for row in rows:
+            figures = (row["before"], row["held_out"])
+            misses = " | ".join(f"{f['mean_miss']:.3f}, {f['p99_miss']:.3f}" for f in figures)
+            layers = ", ".join(f"{target:.3f}" for target in row["layers"].values())
+            sparsity = f"{100 * row['target_sparsity']:.0f} %"
+            assert f"\n| {name} | {sparsity} | {misses} | {layers} |\n" in text
 
 
 def test_readme_lists_every_command():
