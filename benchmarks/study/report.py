@@ -45,9 +45,11 @@ _STYLE = (
 def load_results(folder: Path) -> dict[str, list[Result]]:
     """Results of a directory by the name of their question, dense first.
 
+    A question without its dense result is left out.
+
     Raises:
-        SpinError: no result there, one of something else, results of different sources, or a
-            question without its dense result.
+        SpinError: no result there, one of something else, results of different sources, or no
+            question with its dense result.
     """
     found: dict[str, list[Result]] = defaultdict(list)
     sources: dict[str, str] = {}  # the last file of each
@@ -63,11 +65,13 @@ def load_results(folder: Path) -> dict[str, list[Result]]:
     if len(sources) > 1:
         files = " and ".join(sorted(sources.values())[:2])
         raise SpinError(f"study: {files} come from different models, texts or versions")
-    for name, results in found.items():
+    for results in found.values():
         results.sort(key=lambda r: (r["cell"]["method"] != DENSE, r["cell"]["method"], setting(r)))
-        if results[0]["cell"]["method"] != DENSE:
-            raise SpinError(f"study: no dense result of {name} in {str(folder)!r}")
-    return dict(found)
+    # A study that is not finished: what cannot be paired yet is for a later report.
+    whole = {name: rs for name, rs in found.items() if rs[0]["cell"]["method"] == DENSE}
+    if not whole:
+        raise SpinError(f"study: no dense result of {next(iter(found))} in {str(folder)!r}")
+    return whole
 
 
 def quality_row(result: Result, dense: Result) -> dict[str, str]:

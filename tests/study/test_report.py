@@ -123,10 +123,15 @@ def test_files_are_grouped_with_dense_first(tmp_path):
     assert "| `spin` 0.4 | 4 of 6 |" in text
 
 
-def test_a_question_without_dense_is_refused(tmp_path):
+def test_questions_without_dense_alone_are_refused(tmp_path):
     save(tmp_path, SPIN)
     with pytest.raises(SpinError, match="no dense result of recall at 4,096"):
         load_results(tmp_path)
+
+
+def test_a_question_without_dense_waits_for_it(tmp_path):
+    save(tmp_path, SPIN, DENSE, result("spin", 0.4, task="single"))
+    assert list(load_results(tmp_path)) == ["recall at 4,096 bytes, 3 documents, 2 answers each"]
 
 
 def test_the_figure_has_quality_over_bytes(tmp_path):
