@@ -25,6 +25,7 @@ EQUAL: tuple[Setting, ...] = (
     *SPIN,
     ("spin_query", 0.6),
     ("spin_layers", 0.6),
+    ("spin_64", 0.6),
     ("streaming", 0.6),
     ("tisa", 0.6),
     ("hisa", 0.6),
@@ -37,7 +38,7 @@ CURVE: tuple[Setting, ...] = (
     DENSE,
     *(
         (method, sparsity)
-        for method in ("spin", "spin_query", "spin_layers")
+        for method in ("spin", "spin_query", "spin_layers", "spin_64")
         for sparsity in (0.2, 0.4, 0.6, 0.8)
     ),
     *(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -104,13 +104,10 @@ class Method:
         return self.start(model, sequence_ids, setting, drafts)
 
 
-def spin_config(target_sparsity: float, query_share: float = 0.0) -> SpinConfig:
+def spin_config(target_sparsity: float, **options: Any) -> SpinConfig:
     """The tiny model's preset, with averages in bf16 as the large models' presets have them."""
     return replace(
-        preset("tiny-deepseek-v4"),
-        target_sparsity=target_sparsity,
-        query_share=query_share,
-        state_dtype="bf16",
+        preset("tiny-deepseek-v4"), target_sparsity=target_sparsity, state_dtype="bf16", **options
     )
 
 
@@ -118,9 +115,9 @@ def _rival(setting: str, rule: Callable[[float], Rule]) -> Method:
     return Method(setting, lambda model, ids, value, drafts: HookedRun(model, rule(value)))
 
 
-def _spin(query_share: float = 0.0, *, by_layer: bool = False) -> Method:
+def _spin(*, by_layer: bool = False, **options: Any) -> Method:
     def start(model: torch.nn.Module, ids: Sequence[int], value: float, drafts: bool) -> Run:
-        config = spin_config(value, query_share)
+        config = spin_config(value, **options)
         if by_layer:
             config = replace(config, layer_sparsity=layer_targets(model, value))
         if drafts:  # which the embedded host's session does not take
@@ -137,6 +134,7 @@ METHODS = {
     "spin": _spin(),
     "spin_query": _spin(query_share=0.5),
     "spin_layers": _spin(by_layer=True),
+    "spin_64": _spin(block_size=64),
     "streaming": _rival(_SPARSITY, lambda value: Streaming(to_ppm(value))),
     "tisa": _rival(_SPARSITY, lambda value: Tisa(to_ppm(value))),
     "hisa": _rival(_SPARSITY, lambda value: Hisa(to_ppm(value))),
