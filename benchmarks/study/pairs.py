@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ from spin_trtllm.errors import SpinError
 from spin_trtllm.files import atomic_file
 from spin_trtllm.hosts.transformers import load_model
 
-QUESTION = Question("recall", 8_192, documents=50, queries=4)
+CONTEXT_BYTES, QUERIES = 8_192, 4
+DOCUMENTS = 16
+SIDE_BY_SIDE = 8  # documents; each takes a third of a GiB
 
 _USUAL = replace(preset("tiny-deepseek-v4"), state_dtype="bf16")
 
@@ -67,11 +70,22 @@ PAIRS = (
 )
 
 
-def right_answers(model: torch.nn.Module, batch: Batch, config: SpinConfig) -> list[list[bool]]:
-    """Whether each answer is exact, the true text fed: a list for each document."""
-    ids = range(len(batch.documents))
-    with SpinRun(model, config, ids) as run:
-        return [[one.right for one in of] for of in answer(model, batch, run)]
+def right_answers(
+    model: torch.nn.Module, batches: Iterable[Batch], configs: Sequence[SpinConfig]
+) -> dict[SpinConfig, list[list[bool]]]:
+    """Whether each answer is exact, the true text fed: of every way to skip, by document.
+
+    Args:
+        batches: read one at a time, since a cache is large.
+    """
+    found: dict[SpinConfig, list[list[bool]]] = {config: [] for config in configs}
+    for number, batch in enumerate(batches, 1):
+        for config, right in found.items():
+            ids = range(len(right), len(right) + len(batch.documents))
+            with SpinRun(model, config, ids) as run:
+                right += [[one.right for one in of] for of in answer(model, batch, run)]
+        print(f"{number}: {[_right(right) for right in found.values()]}", flush=True)
+    return found
 
 
 def answer_pairs(model: torch.nn.Module, question: Question, filler: bytes) -> dict[str, Any]:
@@ -80,24 +94,29 @@ def answer_pairs(model: torch.nn.Module, question: Question, filler: bytes) -> d
     Args:
         question: without drafts; filler: text around the facts.
     """
-    documents = documents_of(
-        question.task,
-        documents=question.documents,
-        context_bytes=question.context_bytes,
-        queries=question.queries,
-        filler=filler,
+    documents = list(
+        documents_of(
+            question.task,
+            documents=question.documents,
+            context_bytes=question.context_bytes,
+            queries=question.queries,
+            filler=filler,
+        )
     )
-    batch = read_documents(model, list(documents))
-    found: dict[SpinConfig, list[list[bool]]] = {}
-    pairs = []
-    for pair in PAIRS:
-        for config in (pair.before, pair.now):
-            if config not in found:
-                found[config] = right_answers(model, batch, config)
-        before, now = found[pair.before], found[pair.now]
-        pairs.append({"claim": pair.claim, "before": before, "now": now})
-        print(f"{pair.claim}: {_right(before)} before, {_right(now)} now", flush=True)
-    return {"question": asdict(question), "pairs": pairs, "environment": environment(model)}
+    batches = (
+        read_documents(model, documents[start : start + SIDE_BY_SIDE])
+        for start in range(0, len(documents), SIDE_BY_SIDE)
+    )
+    configs = dict.fromkeys(config for pair in PAIRS for config in (pair.before, pair.now))
+    found = right_answers(model, batches, list(configs))
+    return {
+        "question": asdict(question),
+        "pairs": [
+            {"claim": pair.claim, "before": found[pair.before], "now": found[pair.now]}
+            for pair in PAIRS
+        ],
+        "environment": environment(model),
+    }
 
 
 def _right(answers: list[list[bool]]) -> int:
@@ -110,12 +129,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON file")
     parser.add_argument("--corpus", type=Path, required=True, help="whose held-out text is filler")
     parser.add_argument("--checkpoint", type=Path, help="default: the tiny model's")
+    parser.add_argument("--documents", type=int, default=DOCUMENTS, help="of four questions each")
+    parser.add_argument("--device", default="cpu", help="such as cuda")
     arguments = parser.parse_args()
+    question = Question("recall", CONTEXT_BYTES, arguments.documents, QUERIES)
     torch.set_num_threads(1)  # a decode step is many small operations
     try:
-        model, _ = load_model(arguments.checkpoint or tiny.checkpoint_path(), device="cpu")
+        model, _ = load_model(
+            arguments.checkpoint or tiny.checkpoint_path(), device=arguments.device
+        )
         filler = load_corpus(arguments.corpus).held_out.tobytes()
-        found = answer_pairs(model, QUESTION, filler)
+        found = answer_pairs(model, question, filler)
         with atomic_file(arguments.output) as path:
             path.write_text(json.dumps(found) + "\n", encoding="utf-8")
         print(arguments.output)
