@@ -33,7 +33,7 @@ KERNEL_LIBRARY := build/kernels/libspin.so
 # The TensorRT plugin: the same kernels in a library of its own, which needs TensorRT's headers only.
 TENSORRT_HEADERS = $(shell $(or $(wildcard $(PY)),$(PYTHON)) plugins/tensorrt/find_headers.py)
 PLUGIN_OBJECTS := $(patsubst plugins/tensorrt/%,build/kernels/$(ARCH)/tensorrt/%.o,\
-	$(wildcard plugins/tensorrt/*.cpp plugins/tensorrt/*.cu))
+	$(wildcard plugins/tensorrt/*.cpp))
 PLUGIN_LIBRARY := build/kernels/libspin_trt_plugin.so
 
 .DEFAULT_GOAL := help
@@ -54,10 +54,11 @@ library: setup ## the kernels and the plugin for every architecture, with a comp
 	@$(if $(SYSTEM_NVCC),:,$(MAKE) --no-print-directory $(CUDA_DONE))
 	@$(if $(SYSTEM_NVCC),:,$(MAKE) --no-print-directory -j2 kernels plugin ARCH=all)
 
+# Two files at a time, as CI has cores; torch would take all of them for each.
 test: library ## ruff, mypy, then pytest with coverage
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/mypy --no-error-summary
-	@$(PY) -m pytest --cov=spin_trtllm $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile --cov=spin_trtllm $(PYTEST_ARGS)
 
 lint: setup ## every check that changes nothing: ruff, formats, mypy
 	@$(BIN)/ruff check --quiet
