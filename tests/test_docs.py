@@ -182,6 +182,17 @@ def test_the_study_quotes_the_orderings():
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()]
     assert len(rows) == 15
     assert all((row[0], *row[2:]) in known for row in rows)
+    page = (STUDY / "results/orderings-cpu.md").read_text(encoding="utf-8")
+    answers = page.split("## In answers\n\n")[1].split("\n\n")[0]
+    assert answers.count("\n") == 4  # three pairs
+    assert f"\n{answers}\n" in text
+    correlations = [
+        f"{row['pearson']['value']:.2f}"
+        for report in result.values()
+        for row in report["studies"]["table1"]["rows"]
+        if row["predictor"] == "prev_iter"
+    ]
+    assert "correlate by {1} instead of {0}".format(*correlations) in text
     assert f"All {len(known)} claims" in text
     assert f"**None fails**, of {2 * len(known)}" in text
     assert not any("does not hold" in verdict for _, *verdicts in known for verdict in verdicts)
