@@ -143,6 +143,40 @@ def test_the_study_quotes_its_own_results():
             assert {row[6] for row in found if row} >= {bytes_share}
 
 
+def test_the_studys_sums_are_those_of_its_tables():
+    """Right answers of dense, lost and gained, over the cells of SPIN that are neither text nor
+    generated."""
+    found = {}
+    for name in ("shipped", "seed-1"):
+        whole = (STUDY / f"results/h200-{name}.md").read_text(encoding="utf-8")
+        for section in whole.split("\n## ")[1:]:
+            rows = {row[0]: row for row in map(cells_of, section.splitlines()) if len(row) == 9}
+            for sparsity in (0.2, 0.4, 0.6):
+                row = rows.get(f"`spin` {sparsity}")
+                if row is None or section.startswith("text"):
+                    continue
+                right = int(rows["`dense`"][1].split()[0])
+                numbers = [right, *map(int, row[3].split(", "))]
+                of = found.setdefault((name, sparsity), [0, 0, 0])
+                of[:] = [a + b for a, b in zip(of, numbers, strict=True)]
+    (right, lost, gained), (right_1, lost_1, gained_1) = (
+        found[name, 0.4] for name in ("shipped", "seed-1")
+    )
+    over = (found["shipped", 0.6], found["seed-1", 0.6])
+    readme, quality = (
+        " ".join(path.read_text(encoding="utf-8").split())
+        for path in (STUDY / "README.md", ROOT / "docs/quality.md")
+    )
+    assert f"{lost} of {right:,} right answers are lost and {gained} gained" in readme
+    assert f"{lost_1} of {right_1:,} and {gained_1} on seed-1" in readme
+    assert f"{lost} of {right:,} ({gained} come right) and {lost_1} of {right_1:,} (" in quality
+    at_60 = [f"{lost} of {right:,}" for right, lost, _ in over]
+    assert f"**At 60 % it does not**: {at_60[0]}, and {at_60[1]}." in readme
+    assert f"**60 %**: {at_60[0]} and {at_60[1]}." in quality
+    assert found["shipped", 0.2][:2] == [400, 1]
+    assert found["seed-1", 0.2][:2] == [400, 0]
+
+
 def cells_of(line):
     return [cell.strip() for cell in line.strip("|").split("|")]
 
