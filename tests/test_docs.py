@@ -171,6 +171,9 @@ def test_the_studys_sums_are_those_of_its_tables():
     assert f"{lost_1} of {right_1:,} and {gained_1} on seed-1" in readme
     assert f"{lost} of {right:,} ({gained} come right) and {lost_1} of {right_1:,} (" in quality
     at_60 = [f"{lost} of {right:,}" for right, lost, _ in over]
+    front = " ".join(README.read_text(encoding="utf-8").split())
+    assert f"{lost} of {right:,} right answers on the one and {lost_1} of {right_1:,} on" in front
+    assert f"at 60 %, {at_60[0]} and {at_60[1]}." in front
     assert f"**At 60 % it does not**: {at_60[0]}, and {at_60[1]}." in readme
     assert f"**60 %**: {at_60[0]} and {at_60[1]}." in quality
     assert found["shipped", 0.2][:2] == [400, 1]
