@@ -315,8 +315,9 @@ def test_traces_of_different_models_are_refused(tmp_path: Path, capsys: Capture)
     ]
     for path, facts in ((paths[1], "top-k 7, layers 2, 6"), (paths[2], "top-k 6, layers 4, 8")):
         line = refused(capsys, "report", paths[0], path, "--output", tmp_path / "out")
-        assert line.startswith(f"error: traces: got '{path} (1 tokens a slot, {facts})'"), line
-        assert f"allowed: one model's, as {paths[0]} is (1 tokens a slot, top-k 6," in line
+        assert line.startswith(f"error: traces: got '1 tokens a slot, {facts} in "), line
+        assert "allowed: one model's, as 1 tokens a slot, top-k 6, layers 2, 6 in " in line
+        assert line.endswith(f"{paths[0]}\n")
     assert not (tmp_path / "out").exists()
 
 

@@ -48,5 +48,5 @@ def _check_one_model(files: Sequence[TraceFile]) -> None:
     for file in files[1:]:
         trace = file.open()
         if not trace.of_same_model(first):
-            given = f"{file.path} ({trace.model_facts})"
-            refuse("traces", given, f"one model's, as {first.path} is ({first.model_facts})")
+            given = f"{trace.model_facts} in {file.path}"  # a long path is what may be cut off
+            refuse("traces", given, f"one model's, as {first.model_facts} in {first.path}")
