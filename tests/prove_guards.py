@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
-import importlib.machinery
 import os
 import shutil
 import sys
@@ -32,6 +31,11 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 COPIED = ("spin_trtllm", "build_configs")  # and the tests
 SLOW_TO_LOAD = ("hypothesis.strategies", "numpy.testing", "safetensors.torch", "torch", "yaml")
+
+# An editable install puts its own finder first, which would load what it was installed from.
+COPY_FIRST = (
+    "import importlib.machinery, sys\nsys.meta_path.insert(0, importlib.machinery.PathFinder)\n"
+)
 
 # Exit codes of a run: pytest's own, and more.
 PASSED, FAILED, STALE, NOT_THE_COPY = 0, 1, 90, 91
@@ -73,6 +77,7 @@ class Run:
                 ignored = shutil.ignore_patterns("__pycache__")
                 shutil.copytree(source, Path(folder, source.name), ignore=ignored)
             shutil.copy(TESTS.parent / "pyproject.toml", folder)
+            Path(folder, "sitecustomize.py").write_text(COPY_FIRST)  # for processes of tests
             if self.change and not self.change.apply(Path(folder, "spin_trtllm")):
                 return STALE
             os.chdir(folder)
@@ -81,8 +86,7 @@ class Run:
 
 def run_pytest(tests: Sequence[str]) -> int:
     """Run tests of the copy in the current folder."""
-    # An editable install puts its own finder first, which would load what it was installed from.
-    sys.meta_path.insert(0, importlib.machinery.PathFinder)
+    exec(COPY_FIRST)
     sys.path[0] = os.environ["PYTHONPATH"] = os.getcwd()
     import spin_trtllm
 
