@@ -190,6 +190,20 @@ def test_what_is_missing_is_said_and_not_started(
     assert "--model-repository=" in out
 
 
+def said_by_the_stubs_python(variables: dict[str, str], code: str) -> str:
+    """As the stub runs: without PYTHONPATH, and with what is found first on PATH."""
+    python = shutil.which("python3", path=variables["PATH"])
+    assert python is not None
+    said = subprocess.run(
+        [python, "-I", "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PATH": variables["PATH"]},
+    )
+    assert said.returncode == 0, said.stderr
+    return said.stdout.strip()
+
+
 def test_the_servers_python_is_this_one_with_the_wheels_numpy(wheel: Path, tmp_path: Path) -> None:
     server = find_server(wheel)
     prepare(server)
@@ -205,25 +219,19 @@ def test_the_servers_python_is_this_one_with_the_wheels_numpy(wheel: Path, tmp_p
 
     variables = environment(server, {"PATH": "/usr/bin"})
     assert variables["PATH"] == f"{folder}/bin:/usr/bin"
-    code = (
-        "import numpy, click, importlib.util as u; "
-        "print(numpy.__version__, u.find_spec('spin_trtllm').origin)"
-    )
-    # As the stub is: without PYTHONPATH, and with what is found first on PATH.
-    python = shutil.which("python3", path=variables["PATH"])
-    assert python is not None
-    said = subprocess.run(
-        [python, "-I", "-c", code],
-        capture_output=True,
-        text=True,
-        env={"PATH": variables["PATH"]},
-    )
-    assert said.stdout.split()[0] == "1.26.4", said.stderr
-    assert Path(said.stdout.split()[1]).resolve() == Path(module.spin_trtllm.__file__).resolve()
+    assert said_by_the_stubs_python(variables, "import numpy; print(numpy.__version__)") == "1.26.4"
 
     before = backend.stat().st_mtime_ns
     prepare(server)  # a second start finds it ready
     assert backend.stat().st_mtime_ns == before
+
+
+def test_the_servers_python_finds_this_package(wheel: Path, tmp_path: Path) -> None:
+    server = find_server(wheel)
+    prepare(server)
+    code = "import click, importlib.util as u; print(u.find_spec('spin_trtllm').origin)"
+    found = said_by_the_stubs_python(environment(server, {"PATH": "/usr/bin"}), code)
+    assert Path(found).resolve() == Path(module.spin_trtllm.__file__).resolve()
 
 
 def test_a_cache_that_cannot_be_written(
