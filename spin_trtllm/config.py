@@ -142,6 +142,11 @@ class SpinConfig:
             if layer not in layers:
                 refuse(f"{FIELD}: layer", layer, f"indexer layers {list(layers)}")
 
+    def of_layers(self, layers: Sequence[int]) -> SpinConfig:
+        """This configuration without the targets of other layers, which another rank has."""
+        own = tuple(pair for pair in self.layer_sparsity if pair[0] in layers)
+        return replace(self, layer_sparsity=own)
+
     @property
     def sparsity_text(self) -> str:
         """The targets for people: `0.4`, or `0.4 (layers 1:0.5,3:0.3)`."""

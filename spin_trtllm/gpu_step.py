@@ -276,6 +276,7 @@ class GpuStep:
         """Bytes of a state and its step on a GPU, without making them."""
         room = {"sequences": sequences, "slots": slots}
         state = GpuState(range(layers), dtype=config.storage_dtype, device="meta", **room)
+        config = config.of_layers(())  # any layers will do: targets change no size
         step = cls(
             config, state, ratio=ratio, sequences=sequences, rows=rows, page_slots=page_slots
         )
@@ -313,6 +314,8 @@ class GpuStep:
             self.block_scores = torch.zeros(entries, rows, blocks, device=device)
         self.slots_out = ints(entries, rows, self.top_k_slots)
         self.layer_ids = torch.tensor(self.state.layers, dtype=torch.int64, device=device)
+        targets = [self.config.layer_ppm(layer) for layer in self.state.layers]
+        self.layer_sparsity_ppm = torch.tensor(targets, dtype=torch.int32, device=device)
         self.pages: Tensor | None = None
         if self.page_slots is not None:
             self.pages = ints(entries, blocks * (b // self.page_slots))
@@ -410,6 +413,7 @@ class GpuStep:
             warm=self.warm,
             sequence_ids=sequence_ids,
             layers=self.layer_ids,
+            layer_sparsity_ppm=self.layer_sparsity_ppm,
             layer_entries=self._live,
             block_list=self.block_list,
             block_count=self.block_count,
@@ -419,7 +423,6 @@ class GpuStep:
             compact_of_block=self.compact_of_block,
             seed=config.seed,
             top_k=self.top_k_slots,
-            sparsity_ppm=config.sparsity_ppm,
             exploration_ppm=config.exploration_ppm,
             row0_mask=int(config.mask_policy == "row0"),
         )
@@ -427,6 +430,7 @@ class GpuStep:
 
 def _check_config(config: SpinConfig, state: GpuState, ratio: int, rows: int) -> None:
     native.check_config(config)
+    config.check_layers(state.layers)
     if config.storage_dtype != state.dtype:
         refuse("state", str(state.dtype), f"a state of {config.state_dtype}")
     if config.pooling != "max" and isinstance(state, GrowingState):

@@ -23,7 +23,7 @@ from spin_trtllm.errors import SpinError, refuse
 
 LIBRARY_VARIABLE = "SPIN_LIBRARY"
 LIBRARY_NAME = "libspin.so"
-VERSION = 400  # SPIN_VERSION of plugins/include/spin/common.h
+VERSION = 500  # SPIN_VERSION of plugins/include/spin/common.h
 MINIMUM_CAPABILITY = (9, 0)  # clusters and programmatic launches; later GPUs run the PTX
 
 _POINTER, _I64, _I32, _F32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -36,7 +36,7 @@ _FIELDS: dict[str, list[tuple[str, str]]] = {
         ("i", "entries sequences rows blocks ratio block_size state_dtype pooling"),
     ],
     "select_blocks": [
-        ("p", "block_scores positions warm sequence_ids layers page_table"),
+        ("p", "block_scores positions warm sequence_ids layers layer_sparsity_ppm page_table"),
         ("p", "block_list block_count kept_slots row_slots visible_slots"),
         ("p", "compact_of_block compact_pages block_mask row_masks explored_mask"),
         ("p", "places lane_positions lane_waits lane_warm lane_next"),
@@ -120,8 +120,6 @@ def check_config(config: SpinConfig) -> None:
         refuse("exploration_policy", config.exploration_policy, "none, random")
     if config.query_share_ppm:
         refuse("query_share", config.query_share, "0: no kernel ranks by the current query yet")
-    if config.layer_sparsity:
-        refuse("layer_sparsity", dict(config.layer_sparsity), "{}: kernels have one target for all")
 
 
 def params_struct(stem: str) -> type[ctypes.Structure]:

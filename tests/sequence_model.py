@@ -7,7 +7,7 @@ generations, so whatever the product mixes up between them shows as a difference
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,8 +146,10 @@ class SequenceModel:
         slots: int,
         ratio: int,
         top_k: int,
+        layer_sparsity: Mapping[int, float] | None = None,
         **params: Any,
     ) -> None:
+        self.own_sparsity = layer_sparsity or {}
         self.layers, self.capacity = tuple(layers), capacity
         self.ratio, self.top_k, self.slots = ratio, top_k, slots
         self.params = SMALL | params
@@ -223,9 +225,9 @@ class SequenceModel:
             self.tracks[sequence_id, layer] = Track(self._oracle(sequence_id, layer))
 
     def _oracle(self, sequence_id: int, layer: int) -> OracleSequence:
-        return OracleSequence(
-            self.ratio, self.top_k, [layer], sequence_id, self.slots, **self.params
-        )
+        params = dict(self.params)
+        params["sparsity"] = self.own_sparsity.get(layer, params["sparsity"])
+        return OracleSequence(self.ratio, self.top_k, [layer], sequence_id, self.slots, **params)
 
     def _decide(self, entry: Entry) -> None:
         track = entry.track

@@ -146,12 +146,22 @@ def test_single_options_override_the_file(build: Any, tmp_path: Path) -> None:
     assert config == replace(preset("deepseek-v4-flash"), **given)
 
 
-def test_targets_of_layers_are_not_built_for_kernels(build: Any, tmp_path: Path) -> None:
+def test_an_engine_takes_targets_of_layers(build: Any, tmp_path: Path) -> None:
     file = tmp_path / "layers.yaml"
-    file.write_text("{layer_sparsity: {2: 0.5, 4: 0.25}}")
-    line = "layer_sparsity: got {2: 0.5, 4: 0.25}, allowed: {}: kernels have one target for all"
-    for options in ([], ["--tensorrt"], ["--triton", tmp_path / "models"]):
-        assert_refused(build("--spin_config", file, *options), line)
+    file.write_text("{layer_sparsity: {2: 0.5, 4: 0.0}}")
+    ran = build("--spin_config", file, "--triton", tmp_path / "models")
+    assert ran.code == 0
+    assert "sparsity 0.4 (layers 2:0.5,4:0.0), blocks" in ran.out
+    config = load_engine(tmp_path / "engine").config
+    assert config.layer_sparsity == ((2, 0.5), (4, 0.0))
+    assert [config.layer_ppm(layer) for layer in (2, 4, 6)] == [500_000, 0, 400_000]
+
+
+def test_a_target_of_a_layer_without_an_indexer_is_not_built(build: Any, tmp_path: Path) -> None:
+    file = tmp_path / "layers.yaml"
+    file.write_text("{layer_sparsity: {2: 0.5, 3: 0.25}}")
+    line = "layer_sparsity: layer: got 3, allowed: indexer layers [2, 4, 6, "
+    assert_refused(build("--spin_config", file), line)
     assert not (tmp_path / "engine").exists()
 
 

@@ -104,6 +104,7 @@ def test_a_wrong_option_is_named(options: dict[str, int], named: str) -> None:
         ({"reduction": "A0"}, "reduction"),
         ({"exploration_policy": "age"}, "exploration_policy"),
         ({"state_dtype": "fp32"}, "state"),
+        ({"layer_sparsity": {3: 0.5, 4: 0.5}}, "layer_sparsity: layer"),
     ],
 )
 def test_a_configuration_that_the_kernels_lack_is_named(
@@ -145,6 +146,8 @@ def test_the_estimate_is_what_a_step_takes() -> None:
     sizes = {"ratio": 4, "sequences": 2, "slots": 1001, "rows": 2, "page_slots": 32}
     estimate = GpuStep.estimate_bytes(CONFIG, 2, **sizes)
     assert estimate == step.state.state_bytes + step.buffer_bytes
+    layered = replace(CONFIG, layer_sparsity={7: 0.9})
+    assert GpuStep.estimate_bytes(layered, 2, **sizes) == estimate
     huge = GpuStep.estimate_bytes(CONFIG, 21, **{**sizes, "sequences": 256, "slots": 1 << 18})
     assert huge > 21 * 256 * (1 << 18) * (4 + 2 * 4)  # bf16 V and D, and two rows of scores
 
@@ -188,6 +191,21 @@ def test_every_field_of_a_launch_is_one_that_the_stem_has(
     for stem, fields in launches:
         known = {name for name, _ in native.params_struct(stem)._fields_}
         assert not set(fields) - known, stem
+
+
+@pytest.mark.parametrize(
+    ("own", "targets"),
+    [({}, [400_000] * 2), ({7: 0.0}, [400_000, 0]), ({3: 0.7}, [700_000, 400_000])],
+)
+def test_every_layer_is_launched_with_its_target(
+    launches: list[tuple[str, dict[str, Any]]], own: dict[int, float], targets: list[int]
+) -> None:
+    begin(GpuStep(replace(CONFIG, layer_sparsity=own), make_state(), ratio=4, sequences=2, rows=2))
+    fields = dict(launches)["select_blocks"]
+    assert fields["layer_sparsity_ppm"].dtype == torch.int32
+    assert fields["layer_sparsity_ppm"].tolist() == targets
+    assert fields["layers"].tolist() == [3, 7]
+    assert (fields["entries"], fields["layer_entries"]) == (4, 2)
 
 
 def test_the_books_that_a_step_reads_are_those_it_writes(

@@ -21,7 +21,6 @@ from strategies import cases, write_trace
 
 from spin_trtllm import SpinConfig, SpinError
 from spin_trtllm.geometry import block_budget, to_ppm
-from spin_trtllm.gpu_step import GpuState, GpuStep
 from spin_trtllm.hosts.tensorrt.nodes import node_fields
 from spin_trtllm.layer_sparsity import read_layer_sparsity, write_layer_sparsity
 from spin_trtllm.replay.policies import POLICIES, make_policy
@@ -276,12 +275,14 @@ def test_a0_has_no_budget_of_a_layer(tmp_path: Path) -> None:
         replay(trace, config)
 
 
-def test_kernels_refuse_targets_of_layers() -> None:
-    layered = replace(CONFIG, layer_sparsity=OWN)
-    state = GpuState(LAYERS, sequences=1, slots=SLOTS, dtype=torch.float32, device="cpu")
-    with pytest.raises(SpinError, match=r"^layer_sparsity: got {3: 0.8, 12: 0.0}, allowed: {}: "):
-        GpuStep(layered, state, ratio=RATIO, sequences=1)
-    GpuStep(CONFIG, state, ratio=RATIO, sequences=1)
-    sizes = {"layer": 3, "ratio": RATIO, "slots": 640, "page_slots": 64}
-    with pytest.raises(SpinError, match=r"^layer_sparsity: got {3: 0.8, 12: 0.0}, allowed: {}: "):
-        node_fields("SpinIndexer", replace(layered, block_size=64), **sizes)
+def test_a_rank_has_the_targets_of_its_layers() -> None:
+    config = replace(CONFIG, layer_sparsity=OWN)
+    assert config.of_layers((12, 13)) == replace(CONFIG, layer_sparsity={12: 0.0})
+    assert config.of_layers(()) == CONFIG
+
+
+def test_a_node_has_its_layers_target() -> None:
+    config = replace(CONFIG, layer_sparsity=OWN, block_size=64)
+    for node in ("SpinIndexer", "SpinPredictBlocks"):
+        fields = [node_fields(node, config, layer=n, ratio=RATIO, slots=640) for n in LAYERS]
+        assert [each["sparsity_ppm"] for each in fields] == [800_000, 500_000, 0]

@@ -171,8 +171,8 @@ def test_no_entries_is_legal_and_launches_nothing(library: ctypes.CDLL, stem: st
 
 OPTIONAL = {
     "select_blocks": {
-        *("page_table", "compact_pages", "visible_slots", "block_mask", "row_masks"),
-        *("explored_mask", "places", "lanes", "tenants"),
+        *("layer_sparsity_ppm", "page_table", "compact_pages", "visible_slots", "block_mask"),
+        *("row_masks", "explored_mask", "places", "lanes", "tenants"),
     },
     "topk_slots": {"block_list", "places"},
     "adopt_scores": {"columns"},
@@ -207,6 +207,7 @@ def test_each_required_pointer_is_named(library: ctypes.CDLL, stem: str) -> None
         ("select_blocks", "page_table_width", 21, RANGE),
         ("select_blocks", "tile_blocks", 5, RANGE),
         ("select_blocks", "places", 0x7F00_0000_0004, ALIGNMENT),
+        ("select_blocks", "layer_sparsity_ppm", 0x7F00_0000_0002, ALIGNMENT),
         ("select_blocks", "lane_waits", None, NULL),
         ("select_blocks", "lane_stride", 0, RANGE),
         ("select_blocks", "lane_stride", 5, RANGE),  # of two layers, in 8 lanes

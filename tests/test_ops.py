@@ -105,6 +105,44 @@ def test_a_wrong_option_is_named(stem: str, option: str, value: object) -> None:
         getattr(ops, stem)(**tensors, **{**options, option: value})
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_each_entry_may_have_its_own_target(dtype: torch.dtype) -> None:
+    tensors, options = arguments("select_blocks")
+    tensors |= {"warm": torch.ones(3, dtype=torch.bool), "positions_tokens": torch.tensor([[400]])}
+    tensors["positions_tokens"] = tensors["positions_tokens"].expand(3, ROWS)
+    targets = [850_000, 0, 300_000]
+    options["sparsity_ppm"] = torch.tensor(targets, dtype=dtype)
+    together = ops.select_blocks(**tensors, **options)
+    for entry, sparsity_ppm in enumerate(targets):
+        part = {name: tensor[entry : entry + 1] for name, tensor in tensors.items()}
+        alone = ops.select_blocks(**part, **options | {"sparsity_ppm": sparsity_ppm})
+        for name in ("blocks", "row_blocks", "explored_blocks"):
+            assert torch.equal(getattr(together, name)[entry], getattr(alone, name)[0])
+    assert together.row_blocks[:, 0].sum(1).tolist() == [2, 7, 5]
+    compiled = torch.compile(ops.select_blocks, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(**tensors, **options).blocks, together.blocks)
+    meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    options["sparsity_ppm"] = options["sparsity_ppm"].to("meta")
+    assert ops.select_blocks(**meta, **options).blocks.shape == (3, BLOCKS)
+
+
+def test_a_target_out_of_range_counts_as_the_nearest() -> None:
+    tensors, options = arguments("select_blocks")
+    wild = torch.tensor([2**62, -(2**62), -1])
+    near = torch.tensor([999_999, 0, 0])
+    got, want = (
+        ops.select_blocks(**tensors, **options | {"sparsity_ppm": ppm}) for ppm in (wild, near)
+    )
+    assert torch.equal(got.row_blocks, want.row_blocks)
+
+
+def test_a_wrong_tensor_of_targets_is_named() -> None:
+    tensors, options = arguments("select_blocks")
+    for wrong in (torch.zeros(2, dtype=torch.int32), torch.zeros(3), torch.zeros(3, device="meta")):
+        with pytest.raises(SpinError, match=r"^sparsity_ppm:"):
+            ops.select_blocks(**tensors, **options | {"sparsity_ppm": wrong})
+
+
 def test_tensors_on_two_devices_are_refused() -> None:
     tensors, options = arguments("predict_blocks")
     tensors["lanes"] = tensors["lanes"].to("meta")

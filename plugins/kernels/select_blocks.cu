@@ -35,11 +35,18 @@ struct Counts {
     int ranked, explored;
 };
 
-// SPEC 4, steps 4 to 7, for a row that sees `blocks` > 0 blocks.
-__device__ __forceinline__ Counts budget(const SpinSelectBlocksParams& p, int64_t blocks) {
+// Place of this entry's layer among those of the launch.
+__device__ __forceinline__ uint32_t layer_index(const SpinSelectBlocksParams& p) {
+    return blockIdx.x / static_cast<uint32_t>(p.layer_entries);
+}
+
+// SPEC 4, steps 4 to 7, for a row that sees `blocks` > 0 blocks. Any number may come as the target:
+// below 0 keeps what 0 does, above 999999 what 999999 does.
+__device__ __forceinline__ Counts budget(const SpinSelectBlocksParams& p, int32_t sparsity_ppm,
+                                         int64_t blocks) {
     const int64_t fill = (static_cast<int64_t>(p.top_k) + p.block_size - 1) / p.block_size;
     const int64_t forced = min(blocks, int64_t{2});
-    int64_t kept = min(blocks, max(fill, blocks - blocks * p.sparsity_ppm / kPpm));
+    int64_t kept = min(blocks, max(fill, blocks - blocks * sparsity_ppm / kPpm));
     kept = max(kept, forced);
     const int64_t explored = min((kept * p.exploration_ppm + kPpm - 1) / kPpm, kept - forced);
     return {static_cast<int>(kept - explored - forced), static_cast<int>(explored)};
@@ -80,6 +87,8 @@ __device__ __forceinline__ void choose_row(const SpinSelectBlocksParams& p, Shar
                                            uint32_t* priorities, int64_t e, int r, int present,
                                            int words, int last_tile) {
     const int t = threadIdx.x;
+    const int32_t sparsity_ppm =  // read with the scores, so that nothing waits for it
+        p.layer_sparsity_ppm != nullptr ? p.layer_sparsity_ppm[layer_index(p)] : p.sparsity_ppm;
     constexpr int kTogether = 4;  // loads that go out before the first is waited for
     const int64_t row_width =
         p.tile_blocks == 0 ? p.blocks : static_cast<int64_t>(p.tiles) * (p.tile_blocks + 2);
@@ -111,7 +120,7 @@ __device__ __forceinline__ void choose_row(const SpinSelectBlocksParams& p, Shar
         s.candidates[t] = leading_bits(present, t) & ~forced;
     }
     __syncthreads();
-    const Counts counts = budget(p, present);
+    const Counts counts = budget(p, sparsity_ppm, present);
     const int free_blocks = max(present - 2, 0);
     choose_best(s.keys, s.candidates, words, free_blocks, counts.ranked, s.chosen, s.ties,
                 s.scratch);
@@ -246,9 +255,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks - kFewerBlocks)
     const int last_tile =
         static_cast<int>(min(last_query / SPIN_ADVANCE_TILE_SLOTS, int64_t{p.tiles} - 1));
     if (warm && p.exploration_ppm > 0) {
-        const uint32_t group = blockIdx.x / static_cast<uint32_t>(p.layer_entries);
         const uint64_t layer =
-            static_cast<uint64_t>(p.layers != nullptr ? p.layers[group] : p.layer);
+            static_cast<uint64_t>(p.layers != nullptr ? p.layers[layer_index(p)] : p.layer);
         const uint64_t id = static_cast<uint64_t>(p.sequence_ids[sequence]);
         const uint64_t key =
             mix(mix(mix(p.seed) ^ id) ^ (layer << 40) ^ static_cast<uint64_t>(positions[0]));
@@ -326,6 +334,8 @@ extern "C" int spin_select_blocks(const SpinSelectBlocksParams* p, cudaStream_t 
     } else {
         SPIN_CHECK_POINTER(p, layers, 8);
     }
+    if (p->layer_sparsity_ppm != nullptr)
+        SPIN_CHECK_POINTER(p, layer_sparsity_ppm, 4);
     if (p->page_table != nullptr) {
         SPIN_CHECK_POINTER(p, page_table, 4);
         SPIN_CHECK_POINTER(p, compact_pages, 4);

@@ -284,7 +284,7 @@ def _describe_spin(settled: tuple[SpinConfig, str]) -> str:
     config, source = settled
     explored = config.exploration if config.exploration_policy != "none" else 0
     return (
-        f"{source}: sparsity {config.target_sparsity}, blocks of {config.block_size} slots, "
+        f"{source}: sparsity {config.sparsity_text}, blocks of {config.block_size} slots, "
         f"decay {config.ema_decay}, exploration {explored}, {config.state_dtype} averages"
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from spin_trtllm.build.checkpoint import DEEPSEEK_V4, Checkpoint
+from spin_trtllm.build.checkpoint import DEEPSEEK_V4, Checkpoint, IndexerGeometry
 from spin_trtllm.config import SpinConfig, preset
 from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.step import SpinStep
@@ -44,8 +44,8 @@ def settle_spin(
         overrides: single fields by name; None is "not given".
 
     Raises:
-        SpinError: both sources given, an invalid value, a variant that is for study only, or a
-            `top_k` that is not the checkpoint's.
+        SpinError: both sources given, an invalid value, a variant that is for study only, a target
+            of a layer without an indexer, or a `top_k` that is not the checkpoint's.
     """
     if file is not None and preset_name is not None:
         raise SpinError("--spin_preset: got one next to --spin_config, allowed: only one of them")
@@ -54,16 +54,18 @@ def settle_spin(
     if file is not None:
         base, source = base.with_yaml(file), f"{file!r} over preset {name}"
     given = {name: value for name, value in overrides.items() if value is not None}
-    return _for_engine(replace(base, **given), checkpoint.geometry.top_k), source
+    return _for_engine(replace(base, **given), checkpoint.geometry), source
 
 
-def _for_engine(config: SpinConfig, model_top_k: int) -> SpinConfig:
+def _for_engine(config: SpinConfig, geometry: IndexerGeometry) -> SpinConfig:
     """Refuse what a serving host does not run, and settle `top_k` on the model's."""
     if config.reduction not in SpinStep.reductions:
         refuse("reduction", config.reduction, ", ".join(SpinStep.reductions))
     if config.exploration_policy not in SpinStep.exploration_policies:
         allowed = ", ".join(SpinStep.exploration_policies)
         refuse("exploration_policy", config.exploration_policy, allowed)
-    if config.top_k not in (None, model_top_k):
-        refuse("top_k", config.top_k, f"{model_top_k}, the checkpoint's index_topk, or none given")
-    return config.with_top_k(model_top_k)
+    config.check_layers(geometry.layers)
+    if config.top_k not in (None, geometry.top_k):
+        allowed = f"{geometry.top_k}, the checkpoint's index_topk, or none given"
+        refuse("top_k", config.top_k, allowed)
+    return config.with_top_k(geometry.top_k)

@@ -24,12 +24,15 @@ def select_blocks(
     ratio: int,
     block_size_slots: int,
     top_k: int,
-    sparsity_ppm: int,
+    sparsity_ppm: int | Tensor,
     exploration_ppm: int,
     seed: int,
     mask_policy: str = "union",
 ) -> Selection:
-    """The kept blocks; see `spin_trtllm.reference.select_blocks`."""
+    """The kept blocks; see `spin_trtllm.reference.select_blocks`.
+
+    Targets in a tensor, int32 or int64 `[S]`, count as the nearest of 0 .. 999999.
+    """
     check_tensor("block_scores", block_scores, (torch.float32,), ("sequences", "rows", "blocks"))
     sequences, rows, _ = block_scores.shape
     check_tensor("positions_tokens", positions_tokens, (torch.int64,), (sequences, rows))
@@ -41,6 +44,11 @@ def select_blocks(
     check_geometry(ratio, block_size_slots)
     if top_k < 1:
         refuse("top_k", top_k, "an integer >= 1")
+    layer_sparsity_ppm = None
+    if isinstance(sparsity_ppm, Tensor):
+        check_tensor("sparsity_ppm", sparsity_ppm, (torch.int32, torch.int64), (sequences,))
+        check_devices({"block_scores": block_scores, "sparsity_ppm": sparsity_ppm})
+        layer_sparsity_ppm, sparsity_ppm = sparsity_ppm.clamp(0, PPM - 1).int(), 0
     if not 0 <= sparsity_ppm < PPM:
         refuse("sparsity_ppm", sparsity_ppm, f"an integer in 0 .. {PPM - 1}")
     if not 0 <= exploration_ppm <= PPM:
@@ -57,6 +65,7 @@ def select_blocks(
         block_size_slots,
         top_k,
         sparsity_ppm,
+        layer_sparsity_ppm,
         exploration_ppm,
         str(seed),  # 64 unsigned bits do not fit an operator's integers
         mask_policy,
@@ -75,6 +84,7 @@ def _select(
     block_size_slots: int,
     top_k: int,
     sparsity_ppm: int,
+    layer_sparsity_ppm: Tensor | None,
     exploration_ppm: int,
     seed: str,
     mask_policy: str,
@@ -89,7 +99,7 @@ def _select(
         ratio=ratio,
         block_size_slots=block_size_slots,
         top_k=top_k,
-        sparsity_ppm=sparsity_ppm,
+        sparsity_ppm=sparsity_ppm if layer_sparsity_ppm is None else layer_sparsity_ppm,
         exploration_ppm=exploration_ppm,
         seed=int(seed),
         mask_policy=mask_policy,
@@ -109,6 +119,7 @@ def _(
     block_size_slots: int,
     top_k: int,
     sparsity_ppm: int,
+    layer_sparsity_ppm: Tensor | None,
     exploration_ppm: int,
     seed: str,
     mask_policy: str,
@@ -127,7 +138,7 @@ def _launch(
     ratio: int,
     block_size_slots: int,
     top_k: int,
-    sparsity_ppm: int,
+    sparsity_ppm: int | Tensor,
     exploration_ppm: int,
     seed: int,
     mask_policy: str,
@@ -141,6 +152,9 @@ def _launch(
     lists, maps, count, kept, row_slots = numbers.split(
         [sequences * blocks, sequences * blocks, sequences, sequences, sequences * rows]
     )
+    targets: dict[str, int | Tensor] = {"sparsity_ppm": sparsity_ppm}
+    if isinstance(sparsity_ppm, Tensor):
+        targets = {"layer_sparsity_ppm": sparsity_ppm.contiguous()}
     native.call(
         "select_blocks",
         native.stream_of(block_scores),
@@ -166,7 +180,7 @@ def _launch(
         ratio=ratio,
         block_size=block_size_slots,
         top_k=top_k,
-        sparsity_ppm=sparsity_ppm,
+        **targets,
         exploration_ppm=exploration_ppm,
         row0_mask=int(mask_policy == "row0"),
     )

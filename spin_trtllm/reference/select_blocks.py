@@ -59,7 +59,7 @@ def select_blocks(
         sequence_ids: int64 `[S]`, request ids (ids of 2**63 and above as their two's complement).
         layers: int64 `[S]`, decoder-layer index.
         ratio, block_size_slots, top_k, exploration_ppm, seed: SPEC 1 and 2.
-        sparsity_ppm: `rho_ppm`; int64 `[S]` gives each entry its own.
+        sparsity_ppm: `rho_ppm`; int32 or int64 `[S]` gives each entry its own.
         mask_policy: `union`, or `row0` (row 0's blocks and the newest block of the last row).
         priorities: `[S, R, B]`, replaces SPEC 6's priorities for study; lowest explored first.
         query_scores: fp32 `[S, R, B]` from `score_blocks`, -inf where there is none.

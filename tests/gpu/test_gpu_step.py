@@ -35,6 +35,9 @@ CASES = [
     ("frozen", replace(BASE, exploration_policy="none", ema_decay=0.0), 2, 8, 400, None),
     ("small", replace(BASE, block_size=8), 1, 8, 4130, None),
     ("wide", replace(BASE, block_size=128), 1, 5, 4130, 64),
+    ("layers", replace(BASE, layer_sparsity={2: 0.8, 60: 0.0}), 4, 4, 700, None),
+    ("all_layers", replace(BASE, layer_sparsity={2: 0.0, 5: 0.2, 60: 0.95}), 1, 1, 3000, None),
+    ("layers_paged", replace(BASE, block_size=64, layer_sparsity={5: 0.9}), 1, 3, 6300, 64),
 ]
 
 
@@ -123,8 +126,9 @@ def test_whole_lives_equal_the_reference(case: tuple, seed: int, kind: type[GpuS
         want.defer(plan, scores)
 
 
-def test_a_graph_captured_at_small_lengths_replays_at_any() -> None:
-    config = replace(BASE, block_size=64, top_k=64)
+@pytest.mark.parametrize("own", [{}, {2: 0.8, 5: 0.0}], ids=["one_target", "layers"])
+def test_a_graph_captured_at_small_lengths_replays_at_any(own: dict[int, float]) -> None:
+    config = replace(BASE, block_size=64, top_k=64, layer_sparsity=own)
     slots, sequences, rows, steps = 9000, 4, 2, 30
     generator = torch.Generator().manual_seed(5)
     full = scores_of("gaussian", (sequences * len(LAYERS), rows, slots), generator).cuda()
@@ -172,6 +176,29 @@ def test_a_graph_captured_at_small_lengths_replays_at_any() -> None:
         if t == 15:
             first = torch.tensor([7000, 1, 2, 8900]).cuda()
     assert len(explored) > steps // 2  # exploration moves on in replays
+    kept = captured.block_count.view(len(LAYERS), sequences)[:, 3].tolist()
+    blocks = -(-int(captured.visible_slots[3]) // 64)
+    assert kept[2] < blocks
+    assert [kept[0] < 0.45 * blocks, kept[1] == blocks] == [bool(own)] * 2  # 20 % of two rows
+
+
+def test_targets_out_of_range_count_as_the_nearest() -> None:
+    found = []
+    for targets in ([-(2**31), 2**31 - 1, 1_000_000], [0, 999_999, 999_999]):
+        state = GpuState(LAYERS, sequences=1, slots=3000)
+        step = GpuStep(BASE, state, ratio=1, sequences=1)
+        step.layer_sparsity_ppm.copy_(torch.tensor(targets))
+        lanes = torch.tensor(state.device_lanes([7])).cuda()
+        lists = []
+        for t in range(4):
+            step.begin(lanes, lanes + 7, torch.tensor([[2000 + t]]).cuda())
+            lists.append(step.block_list.clone())
+            for layer in range(len(LAYERS)):
+                scores = torch.arange(3000.0).sin().expand(1, 1, -1).cuda()
+                put_scores(step.layer(layer), scores, BASE.block_size, 0.0)
+        found.append(torch.stack(lists))
+        assert step.block_count.tolist() == [126, 2, 2]  # of 126
+    assert torch.equal(*found)
 
 
 def test_decisions_do_not_depend_on_the_place_in_the_batch() -> None:

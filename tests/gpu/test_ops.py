@@ -134,6 +134,31 @@ def test_select_blocks_equals_the_reference(seed: int) -> None:
         assert torch.equal(a.cpu(), b), f"{name}: {first_difference(a, b)}"
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("entries", "blocks"), [(1, 9), (37, 300), (1100, 129), (5, 8193)])
+def test_each_entry_may_have_its_own_target(entries: int, blocks: int, dtype: torch.dtype) -> None:
+    """In every size of the kernel, with drafts, cold entries and targets out of range."""
+    generator = torch.Generator().manual_seed(entries)
+    positions = torch.randint(0, 16 * blocks - 3, (entries, 1), generator=generator)
+    targets = torch.tensor([900_000, 0, 400_000, 999_999, -1, 2**31 - 1, 123_456], dtype=dtype)
+    given = (
+        scores_of("gaussian", (entries, 3, blocks), generator),
+        positions + torch.arange(3),
+        torch.rand(entries, generator=generator) < 0.9,
+        torch.randint(-(2**62), 2**62, (entries,), generator=generator),
+        torch.randint(0, 61, (entries,), generator=generator),
+    )
+    sparsity_ppm = targets[torch.randint(0, len(targets), (entries,), generator=generator)]
+    options = {"ratio": 1, "block_size_slots": 16, "top_k": 40, "exploration_ppm": 50_000}
+    got = ops.select_blocks(
+        *(t.cuda() for t in given), **options, sparsity_ppm=sparsity_ppm.cuda(), seed=7
+    )
+    want = reference.select_blocks(*given, **options, sparsity_ppm=sparsity_ppm, seed=7)
+    for name in ("row_blocks", "explored_blocks", "blocks"):
+        a, b = getattr(got, name), getattr(want, name)
+        assert torch.equal(a.cpu(), b), f"{name}: {first_difference(a, b)}"
+
+
 @pytest.mark.parametrize(("blocks", "block"), [(4096, 64), (16384, 16), (16383, 8)])
 def test_select_blocks_at_capacity(blocks: int, block: int) -> None:
     generator = torch.Generator().manual_seed(blocks)

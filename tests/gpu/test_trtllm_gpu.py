@@ -61,6 +61,7 @@ CASES = [
     ("fused", 0),
     ("fused", 1),
 ]
+LAYERED = {"layer_sparsity": {2: 0.8, 4: 0.0}}
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +97,7 @@ def engine_of(batch: HostBatch) -> DecodeEngine:
     return engine_behind(hook_standin.Indexer, batch.metadata)
 
 
-def witness_of(batch: HostBatch, backend: str) -> Witness:
+def witness_of(batch: HostBatch, backend: str, **changes: Any) -> Witness:
     """A witness of a batch that has not stepped yet; `fused` selects where no draft is missing."""
     assert isinstance(batch.kernels, OwnKernels)
     return Witness(
@@ -105,19 +106,22 @@ def witness_of(batch: HostBatch, backend: str) -> Witness:
         batch.top_k,
         batch.slots,
         batch.manager.max_batch_size,
-        CONFIG,
+        CONFIG | changes,
         lower_first=batch.kernels.is_lower_first or (backend == "fused" and not batch.drafts),
     )
 
 
 @on_every_device
-@pytest.mark.parametrize(("backend", "drafts"), CASES)
+@pytest.mark.parametrize(
+    ("backend", "drafts", "changes"),
+    [*((*case, {}) for case in CASES), ("host", 1, LAYERED), ("fused", 0, LAYERED)],
+)
 def test_replays_equal_one_literal_sequence_a_request(
-    backend: str, drafts: int, device: str
+    backend: str, drafts: int, changes: dict[str, Any], device: str
 ) -> None:
-    counters = hook(backend)
+    counters = hook(backend, **changes)
     batch = batch_on(device, drafts, drafts=drafts)
-    witness = witness_of(batch, backend)
+    witness = witness_of(batch, backend, **changes)
     for _ in range(30):
         step = batch.random_step()
         assert engine_of(batch).fused == (backend == "fused")

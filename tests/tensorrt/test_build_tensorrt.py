@@ -113,6 +113,20 @@ def test_the_manifest_describes_the_networks(build: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("alone")
+def test_every_network_has_its_layers_target(build: Any, tmp_path: Path) -> None:
+    file = tmp_path / "layers.yaml"
+    file.write_text("{target_sparsity: 0.3, layer_sparsity: {3: 0.75, 6: 0.0}}")
+    code, _, err = build("--spin_config", file)
+    assert (code, err) == (0, "")
+    found = []
+    for network in NETWORKS:
+        model = onnx.load(tmp_path / "engine" / "tensorrt" / network)
+        (node,) = (node for node in model.graph.node if node.domain == "spin")
+        found.append(*(a.i for a in node.attribute if a.name == "sparsity_ppm"))
+    assert found == [300_000, 750_000, 300_000, 0]
+
+
+@pytest.mark.usefixtures("alone")
 def test_the_script_builds_what_is_not_there(build: Any, tmp_path: Path) -> None:
     """With a `trtexec` that writes down its arguments, in a folder that was moved."""
     build("--max_draft_len", 1)

@@ -66,7 +66,7 @@ UNUSED = {
 }
 UNUSED_SELECTING = {
     *UNUSED,
-    "layers",  # a number instead
+    *("layers", "layer_sparsity_ppm"),  # numbers instead
     "lanes",  # only of lanes whose memory grows
 }
 WAITING = {

@@ -11,7 +11,9 @@ from hook_batch import HostBatch
 from hook_helpers import SMALL, engine_of, hook, witness_of
 
 from spin_trtllm.gpu_step import NO_LANE
+from spin_trtllm.hosts.trtllm.cpu_step import CpuStep
 
+LAYERED = {"layer_sparsity": {2: 0.75, 4: 0.2}}
 LARGE_PAGES = {"tokens_per_block": 128, "max_seq_len": 2048, "max_batch_size": 3}
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int]] = [
     ("plain", SMALL, {}, "host", 300),
@@ -21,6 +23,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, int]] = [
     ("v3.2", SMALL, {"ratio": 1, "tokens_per_block": 8, "max_seq_len": 160}, "host", 100),
     ("phases", SMALL, {"drafts": 1, "phases": True}, "host", 100),
     ("fused", SMALL | {"block_size": 32}, {**LARGE_PAGES, "drafts": 1}, "fused", 40),
+    ("layers", SMALL | LAYERED, {"drafts": 1}, "host", 100),
+    ("layers_fused", SMALL | LAYERED | {"block_size": 32}, LARGE_PAGES, "fused", 40),
 ]
 
 LONG = pytest.mark.skipif(
@@ -78,6 +82,43 @@ def test_without_sparsity_the_outputs_are_those_of_the_dense_host(drafts: int) -
     hook(SMALL | {"target_sparsity": 0.0})
     for selected in want:
         assert sparse.random_step().selected.equal(selected)
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_layer_without_sparsity_is_the_dense_hosts(
+    drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between layers that skip, one to its own target, one to that of all."""
+    chosen, top_k = set(), CpuStep.top_k
+    monkeypatch.setattr(
+        CpuStep, "top_k", lambda step, index, out: chosen.add(index) or top_k(step, index, out)
+    )
+    own, options = {4: 0.0, 6: 0.8}, {"layers": (2, 4, 6), "drafts": drafts}
+    dense, sparse = HostBatch(7, **options), HostBatch(7, **options)
+    want = [dense.random_step().selected for _ in range(40)]
+    hook(SMALL | {"layer_sparsity": own})
+    witness = witness_of(sparse, SMALL | {"layer_sparsity": own})
+    for selected in want:
+        step = sparse.random_step()
+        witness.check(step, engine_of(sparse))
+        assert step.selected[1].equal(selected[1])
+    assert chosen == {0, 2}  # the middle one's picks are the host's own, order included
+
+
+def test_a_rank_takes_the_targets_of_its_layers() -> None:
+    """Of a pipeline with layers 2 to 9; the counters say what its layers keep on average."""
+    own = {2: 0.75, 9: 0.9}
+    batch = HostBatch(1)
+    counters = hook(SMALL | {"target_sparsity": 0.25, "layer_sparsity": own})
+    number = batch.join(606)  # 152 slots in the second step, 19 whole blocks
+    for _ in range(2):
+        batch.step([number])
+    engine, counts = engine_of(batch), counters.snapshot()
+    assert engine.config.layer_sparsity == ((2, 0.75),)
+    views = [engine.step.layer(index) for index in (0, 1)]
+    assert [int(view.block_count[0]) for view in views] == [5, 15]
+    assert counts.sparse_rows == 1
+    assert counts.kept_slots == sum(int(view.kept_slots[0]) for view in views) // 2
 
 
 def test_dummies_and_padding_have_no_lane_and_touch_none() -> None:

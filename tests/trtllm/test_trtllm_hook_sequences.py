@@ -150,9 +150,10 @@ def test_warm_up_takes_no_lane_from_anybody() -> None:
 @pytest.mark.parametrize("next_n", [1, 3])
 @pytest.mark.parametrize("ratio", [1, 4])
 def test_the_estimate_is_the_budget_of_every_row(ratio: int, next_n: int) -> None:
-    config = SpinConfig(block_size=8, top_k=16, target_sparsity=0.6)
+    config = SpinConfig(block_size=8, top_k=16)
     lanes, rng = lanes_of(64), random.Random(5)
-    estimate = StepEstimate(config, ratio=ratio, slots=500)
+    targets = [600_000, 0, 250_000, 600_000]
+    estimate = StepEstimate(config, targets, ratio=ratio, slots=500)
     rows = list(range(64, 128))
     lanes.place([], rows[:50])
     rows[3], rows[20] = PADDING, 0
@@ -163,27 +164,28 @@ def test_the_estimate_is_the_budget_of_every_row(ratio: int, next_n: int) -> Non
         if place in (3, 20):
             continue
         slots = (cached[place] + next_n) // ratio
-        budget = block_budget(
-            -(-slots // 8),
-            top_k=16,
-            block_size_slots=8,
-            sparsity_ppm=config.sparsity_ppm,
-            exploration_ppm=config.exploration_ppm,
-        )
-        assert isinstance(budget.kept_blocks, int)
-        kept += next_n * min(slots, 8 * budget.kept_blocks)
+        for sparsity_ppm in targets:
+            budget = block_budget(
+                -(-slots // 8),
+                top_k=16,
+                block_size_slots=8,
+                sparsity_ppm=sparsity_ppm,
+                exploration_ppm=config.exploration_ppm,
+            )
+            assert isinstance(budget.kept_blocks, int)
+            kept += next_n * min(slots, 8 * budget.kept_blocks)
         visible += next_n * slots
     assert estimate.figures(cached, next_n, lanes) == {
         "sparse_rows": 48 * next_n,
         "cold_rows": 14 * next_n,
-        "kept_slots": kept,
+        "kept_slots": kept // 4,
         "visible_slots": visible,
     }
 
 
 def test_lengths_beyond_the_capacity_are_estimated_as_the_longest() -> None:
     """A figure for a counter must not end a step."""
-    estimate = StepEstimate(SpinConfig(block_size=8, top_k=16), ratio=1, slots=64)
+    estimate = StepEstimate(SpinConfig(block_size=8, top_k=16), [400_000], ratio=1, slots=64)
     lanes = lanes_of()
     lanes.place([], [7])
     lanes.place([], [7])

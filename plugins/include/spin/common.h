@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 /* major * 10000 + minor * 100 + patch; changes whenever a parameter struct changes. */
-#define SPIN_VERSION 400
+#define SPIN_VERSION 500
 
 #define SPIN_EXPORT __attribute__((visibility("default")))
 

@@ -18,7 +18,10 @@ typedef struct SpinSelectBlocksParams {
     const uint8_t* warm;         /* [entries]; 0 keeps every visible block */
     const int64_t* sequence_ids; /* [sequences] */
     const int64_t* layers;       /* [entries / layer_entries], decoder-layer index; null: `layer` */
-    const int32_t* page_table;   /* [sequences, page_table_stride] or null */
+    /* [entries / layer_entries], the target of each layer; a number out of 0 .. 999999 is taken as
+     * the nearest of them. Null: `sparsity_ppm` */
+    const int32_t* layer_sparsity_ppm;
+    const int32_t* page_table; /* [sequences, page_table_stride] or null */
 
     int32_t* block_list;    /* out [entries, blocks]: kept ids ascending, then -1 */
     int32_t* block_count;   /* out [entries] */
@@ -53,7 +56,7 @@ typedef struct SpinSelectBlocksParams {
     int32_t page_table_width; /* pages a sequence may have in page_table */
     int32_t entries;          /* layers * sequences */
     int32_t sequences;        /* entries a layer */
-    int32_t layer_entries;    /* entries sharing one element of `layers`; all, if that is null */
+    int32_t layer_entries;    /* entries sharing a layer: all, if `layers` is null */
     int32_t layer;            /* decoder-layer index of every entry, read when layers is null */
     int32_t rows;             /* 1 .. 8 */
     int32_t blocks;           /* capacity, at most 16384 */
@@ -62,7 +65,7 @@ typedef struct SpinSelectBlocksParams {
     int32_t ratio;
     int32_t block_size; /* 8, 16, 32, 64, 128 */
     int32_t top_k;
-    int32_t sparsity_ppm;
+    int32_t sparsity_ppm; /* 0 .. 999999, read when layer_sparsity_ppm is null */
     int32_t exploration_ppm;
     int32_t row0_mask;  /* 1: row 0's blocks and the last row's newest; 0: union of the rows */
     int32_t page_slots; /* 32 or 64, at most block_size; read when page_table is given */

@@ -189,7 +189,7 @@ def node_fields(
         "layer": layer,
         "block_size": config.block_size,
         "page_slots": page_slots,
-        "sparsity_ppm": config.sparsity_ppm,
+        "sparsity_ppm": config.layer_ppm(layer),
         "exploration_ppm": config.exploration_ppm,
         "seed": _signed(config.seed),
         "pooling": native.POOLINGS[config.pooling],

@@ -151,7 +151,8 @@ class DecodeEngine:
 
     Attributes:
         obstacle: why the step that was prepared last runs dense; None when SPIN may run.
-        chooses: whether this package's top-k stands in for the host's.
+        config: with the targets of this rank's layers only.
+        chooses: of each layer, whether this package's top-k stands in for the host's.
         retired_probe: a probe that failed: captured graphs still write to its buffers.
         lengths: int32 `[layers, G]`, raw tokens of each request as the shorter context has them.
         probe: measures what is missed; None where nobody asked for it.
@@ -160,7 +161,7 @@ class DecodeEngine:
     def __init__(self, shape: HostShape, config: SpinConfig, backend: str) -> None:
         if not shape.layers:
             raise HookRefused("no layer of this rank has an indexer")
-        config = config.with_top_k(shape.top_k)
+        config = config.of_layers(shape.layers).with_top_k(shape.top_k)
         if config.top_k != shape.top_k:
             raise HookRefused(f"top_k: got {config.top_k}, the model selects {shape.top_k}")
         self.shape, self.config = shape, config
@@ -168,11 +169,12 @@ class DecodeEngine:
         self.lanes = SequenceLanes(
             shape.sequences, shape.device, micro_batches=shape.pipeline_stages
         )
-        self.estimate = StepEstimate(config, ratio=shape.ratio, slots=shape.slots)
+        targets = [config.layer_ppm(layer) for layer in shape.layers]
+        self.estimate = StepEstimate(config, targets, ratio=shape.ratio, slots=shape.slots)
         self.twins = Twins()
         self.fused = _prefers_fused(backend, shape.device)
         # Without sparsity every pick stays the host's own, ties and order included.
-        self.chooses = config.sparsity_ppm > 0
+        self.chooses = [sparsity_ppm > 0 for sparsity_ppm in targets]
         self._may_decline = backend == "auto"
         self.probe: ShadowProbe | None = None
         self.retired_probe: ShadowProbe | None = None
@@ -324,12 +326,14 @@ def make_engine(metadata: Any, config: SpinConfig, backend: str) -> DecodeEngine
         raise error if isinstance(error, HookRefused) else HookRefused(str(error)) from error
     averages, buffers = engine.bytes
     _logger.info(
-        "SPIN: %d layers, %d sequences of %d slots: %.1f MiB of averages, %.1f MiB of buffers",
+        "SPIN: %d layers, %d sequences of %d slots: %.1f MiB of averages, %.1f MiB of buffers, "
+        "sparsity %s",
         len(shape.layers),
         engine.step.state.sequences,
         shape.slots,
         averages / 2**20,
         buffers / 2**20,
+        engine.config.sparsity_text,
     )
     return engine
 

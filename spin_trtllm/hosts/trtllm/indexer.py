@@ -291,7 +291,7 @@ class Call:
 
         def choose(scores: Tensor, out: Tensor) -> bool:
             seen.append(scores)
-            if not self.engine.chooses or not _fit(seen, rows) or out.shape[0] != rows:
+            if not self.engine.chooses[self.index] or not _fit(seen, rows) or out.shape[0] != rows:
                 return False
             step.adopt(self.index, scores)
             step.top_k(self.index, out)
