@@ -52,6 +52,28 @@ CURVE: tuple[Setting, ...] = (
     ("head_subset", 2),
     ("previous_picks", 0),
 )
+# The paper's Tables 2 to 5: with and without exploration.
+EXPLORED: tuple[Setting, ...] = (
+    DENSE,
+    *(
+        (method, sparsity)
+        for method in ("spin", "spin_unexplored")
+        for sparsity in (0.2, 0.3, 0.4, 0.5)
+    ),
+    ("spin_query_30", 0.5),
+)
+EXPLORED_64: tuple[Setting, ...] = tuple(
+    (method, sparsity) for method in ("spin_64", "spin_64_unexplored") for sparsity in (0.4, 0.5)
+)
+# And its Table 7: whose blocks the rows of a draft share, and which rows are learnt from.
+DRAFTED: tuple[Setting, ...] = (
+    *SPIN,
+    *(
+        (method, sparsity)
+        for method in ("spin_row0_mask", "spin_row0_update")
+        for sparsity in (0.4, 0.6)
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -118,6 +140,8 @@ def _asked(task: str, length: int) -> tuple[int, int]:
     """Documents, and answers of each."""
     if task == "single":
         return 50, 1
+    if (task, length) == ("multi_needle", 8_192):
+        return 25, 8  # as many as a curve, since all methods are run on it
     if task == "aggregation" and length < 8_192:
         return 13, 4  # twelve facts an answer: those of eight need more room
     return 8, 8  # fewer documents have no interval
@@ -126,6 +150,8 @@ def _asked(task: str, length: int) -> tuple[int, int]:
 _KNOWN = ("single", "multi_key", "multi_query", "aggregation")
 _HARD = ("multi_value", "multi_needle", "variable_tracking")
 _QUICK = 4_096
+_CURVE_8K, _CURVE_32K = (Question("recall", length, 25, 8) for length in (8_192, 31_744))
+_MULTI_KEY_16K = Question("multi_key", 16_384, *_asked("multi_key", 16_384))
 
 PARTS: dict[str, tuple[Cell, ...]] = {
     "quick": (
@@ -134,8 +160,8 @@ PARTS: dict[str, tuple[Cell, ...]] = {
         *_cells(SPIN, Question("dialogue", _QUICK, 2, 4)),
         *_cells(SPIN, Question("text", _QUICK, 2, 96, DRAFTS)),
     ),
-    "curve-8k": _cells(CURVE, Question("recall", 8_192, 25, 8)),
-    "curve-32k": _cells(CURVE, Question("recall", 31_744, 25, 8)),
+    "curve-8k": _cells(CURVE, _CURVE_8K),
+    "curve-32k": _cells(CURVE, _CURVE_32K),
     "text": _cells(EQUAL, *(Question("text", length, 32, 128) for length in LENGTHS_BYTES)),
     "tasks-short": _cells(SPIN, *_over((4_096, 8_192), _KNOWN)),
     "tasks-long": _cells(SPIN, *_over((16_384, 31_744), _KNOWN)),
@@ -144,12 +170,16 @@ PARTS: dict[str, tuple[Cell, ...]] = {
         *_cells(SPIN, *_over(LENGTHS_BYTES, ("dialogue",))),
         *_cells(EQUAL[3:], *_over((16_384,), ("dialogue",))),
     ),
+    "paper": (
+        *_cells(EXPLORED, _CURVE_8K, _CURVE_32K, *_over((16_384,), _KNOWN)),
+        *_cells(EXPLORED_64, _CURVE_32K, _MULTI_KEY_16K),
+    ),
     "drafts": _cells(
-        SPIN,
+        DRAFTED,
         Question("recall", 16_384, 8, 7, DRAFTS),
         Question("text", 16_384, 8, 256, DRAFTS),
     ),
     # For weights that were taught these tasks: the others answer next to none of them.
-    "hard": _cells(SPIN, *_over((4_096, 16_384), _HARD), Question("multi_needle", 8_192, 25, 8)),
-    "hard-rivals": _cells(EQUAL[3:], Question("multi_needle", 8_192, 25, 8)),
+    "hard": _cells(SPIN, *_over(LENGTHS_BYTES, _HARD)),
+    "hard-rivals": _cells(EQUAL[3:], *_over((8_192,), ("multi_needle",))),
 }
