@@ -34,7 +34,7 @@ QUERY_POOLINGS = ("mean", "minmax")
 QUERY_MERGES = ("split", "union", "max")
 MAX_TOP_K = 2**20  # no context has more slots
 BACKENDS = ("auto", "host", "fused")
-STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "log8": torch.int8}
 
 _MAX_YAML_CHARACTERS = 2**20  # a device or a weight file by mistake is not read to its end
 
@@ -70,7 +70,8 @@ class SpinConfig:
         mask_policy: blocks shared by the rows of a draft: `union` of all, or those of `row0`.
         update_policy: rows that update the averages: the accepted `prefix`, or `row0` only.
         seed: seed of the exploration priorities, 0 .. 2**64-1.
-        state_dtype: storage of the averages; arithmetic is always fp32.
+        state_dtype: storage of the averages, `fp32`, `bf16` or `log8`, 8-bit logarithms, which the
+            kernels lack; arithmetic is always fp32.
         staleness_weight: lambda of the `staleness` policy: score one step of age is worth.
         query_share: share of the ranked blocks, in [0, 1], that the current query ranks; 0 is off.
         query_pooling: what stands for a block before the query: the `mean` of its keys, or a bound
@@ -165,7 +166,7 @@ class SpinConfig:
 
     @property
     def storage_dtype(self) -> torch.dtype:
-        """Torch dtype of the stored averages."""
+        """Torch dtype of the stored averages; that of `log8` is int8."""
         return STATE_DTYPES[self.state_dtype]
 
     def with_top_k(self, model_top_k: int) -> SpinConfig:

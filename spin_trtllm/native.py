@@ -118,6 +118,9 @@ def check_config(config: SpinConfig) -> None:
         refuse("reduction", config.reduction, "A1")
     if config.exploration_policy not in ("none", "random"):
         refuse("exploration_policy", config.exploration_policy, "none, random")
+    if config.storage_dtype not in STATE_DTYPES:
+        allowed = "fp32, bf16: no kernel reads averages in 8 bits yet"
+        refuse("state_dtype", config.state_dtype, allowed)
     if config.query_share_ppm:
         refuse("query_share", config.query_share, "0: no kernel ranks by the current query yet")
 

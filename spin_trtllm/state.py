@@ -16,6 +16,7 @@ from torch import Tensor
 from spin_trtllm.errors import check_integer, refuse
 
 MAX_LAYER = 2**20  # far beyond any model, small enough for SPEC 6 to shift it by 40 bits
+DTYPES = (torch.float32, torch.bfloat16, torch.int8)  # int8 holds codes of `log8`
 NOWHERE = -1  # next_tokens of a lane that no step has touched
 
 
@@ -49,8 +50,8 @@ class SpinState:
             check_integer("layers", layer, 0, MAX_LAYER)
         check_integer("sequences", sequences, 1, 2**20)
         check_integer("slots", slots, 1, 2**31 - 1)
-        if dtype not in (torch.float32, torch.bfloat16):
-            refuse("dtype", dtype, "torch.float32, torch.bfloat16")
+        if dtype not in DTYPES:
+            refuse("dtype", dtype, ", ".join(map(str, DTYPES)))
         self.layers = tuple(layers)
         self.sequences = sequences
         self.slots = slots

@@ -67,12 +67,26 @@ def budget(
     return m, forced, e
 
 
-# ---------------------------------------------------------------- fp32 and bf16 arithmetic
+# ---------------------------------------------------------------- fp32 arithmetic and storage
 def round_bf16(x: np.float32) -> np.float32:
     """Nearest bf16 value, ties to even, kept as fp32 (SPEC 5, bf16 storage). x is not NaN."""
     bits = int(np.array(x, dtype=np.float32).view(np.uint32))
     bits += 0x7FFF + ((bits >> 16) & 1)  # half an ulp less one, plus one where the ulp bit is odd
     return np.array(bits & 0xFFFF0000, dtype=np.uint32).view(np.float32)[()]
+
+
+def round_log8(x: np.float32) -> np.float32:
+    """What `log8` stores for x, kept as fp32 (SPEC 5). x is finite.
+
+    Double precision is enough: the nearest fp32 to a point between two codes is much farther away.
+    """
+    if x == 0:
+        return np.float32(0.0)
+    n = min(127, round(8 * math.log2(abs(float(x)))) + 89)
+    return np.float32(math.copysign(2.0 ** ((n - 89) / 8), x)) if n > 0 else np.float32(0.0)
+
+
+ROUNDINGS = {"fp32": np.float32, "bf16": round_bf16, "log8": round_log8}
 
 
 def pool_values(values: list[np.float32], pooling: str) -> np.float32:
@@ -145,7 +159,7 @@ class OracleSequence:
         assert pooling in ("max", "top4", "mean")
         assert reduction in ("A0", "A1", "A2")
         assert exploration_policy in ("none", "random")
-        assert state_dtype in ("fp32", "bf16")
+        assert state_dtype in ROUNDINGS
         assert mask_policy in ("union", "row0")
         assert update_policy in ("prefix", "row0")
         self.ratio, self.top_k, self.n_slots = ratio, top_k, n_slots
@@ -252,7 +266,7 @@ class OracleSequence:
         kept = np.float32(self.alpha * old)  # three roundings, never fused
         new = np.float32(self.one_minus_alpha * z)
         total = np.float32(kept + new)
-        return round_bf16(total) if self.state_dtype == "bf16" else total
+        return ROUNDINGS[self.state_dtype](total)
 
     def _observe(
         self, layer_index: int, positions: list[int], z: np.ndarray, blocks: set[int], accepted: int

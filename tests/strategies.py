@@ -155,7 +155,7 @@ def spin_params(
     block_size: int | None = None,
     poolings: tuple[str, ...] = ("max", "top4", "mean"),
     reductions: tuple[str, ...] = ("A1", "A1", "A0", "A2"),
-    state_dtypes: tuple[str, ...] = ("fp32", "bf16"),
+    state_dtypes: tuple[str, ...] = ("fp32", "bf16", "log8"),
 ) -> Params:
     """SPIN parameters, by the oracle's keyword names."""
     return {
@@ -184,7 +184,7 @@ def cases(
     max_cells: int = 24_000,
     poolings: tuple[str, ...] = ("max", "top4", "mean"),
     reductions: tuple[str, ...] = ("A1", "A1", "A0", "A2"),
-    state_dtypes: tuple[str, ...] = ("fp32", "bf16"),
+    state_dtypes: tuple[str, ...] = ("fp32", "bf16", "log8"),
 ) -> tuple[Trace, Params]:
     """A trace and parameters that share one block size."""
     params = draw(spin_params(None, poolings, reductions, state_dtypes))

@@ -176,6 +176,7 @@ def test_a_target_of_a_layer_without_an_indexer_is_not_built(build: Any, tmp_pat
         (("--spin_exploration", -1), "exploration: got -1.0"),
         (("--spin_exploration_policy", "age"), "exploration_policy: got 'age', allowed: none,"),
         (("--spin_state_dtype", "fp8"), "state_dtype: got 'fp8'"),
+        (("--spin_state_dtype", "log8"), "state_dtype: got 'log8', allowed: fp32, bf16: no kernel"),
         (("--spin_seed", 2**64), "seed: got 18446744073709551616"),
         (("--spin_preset", "huge"), "preset: got 'huge', allowed: deepseek-v3.2,"),
         (("--spin_preset", "a", "--spin_config", "b"), "--spin_preset: got one next to"),

@@ -29,7 +29,7 @@ CHOICES: dict[str, list[Any]] = {
     "exploration_policy": ["none", "random", "staleness", "age"],
     "mask_policy": ["union", "row0"],
     "update_policy": ["prefix", "row0"],
-    "state_dtype": ["fp32", "bf16"],
+    "state_dtype": ["fp32", "bf16", "log8"],
     "query_pooling": ["mean", "minmax"],
     "query_merge": ["split", "union", "max"],
     "backend": ["auto", "host", "fused"],
@@ -268,6 +268,7 @@ def test_top_k_is_settled_once() -> None:
 def test_storage_dtypes() -> None:
     assert SpinConfig(state_dtype="fp32").storage_dtype is torch.float32
     assert SpinConfig(state_dtype="bf16").storage_dtype is torch.bfloat16
+    assert SpinConfig(state_dtype="log8").storage_dtype is torch.int8
 
 
 # ---------------------------------------------------------------- YAML files

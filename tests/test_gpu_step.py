@@ -104,6 +104,7 @@ def test_a_wrong_option_is_named(options: dict[str, int], named: str) -> None:
         ({"reduction": "A0"}, "reduction"),
         ({"exploration_policy": "age"}, "exploration_policy"),
         ({"state_dtype": "fp32"}, "state"),
+        ({"state_dtype": "log8"}, "state_dtype"),
         ({"layer_sparsity": {3: 0.5, 4: 0.5}}, "layer_sparsity: layer"),
     ],
 )

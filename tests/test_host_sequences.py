@@ -51,7 +51,7 @@ def model() -> torch.nn.Module:
 # ---------------------------------------------------------------- capture and replay
 
 
-@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "log8"])
 def test_replay_of_a_capture_repeats_the_host_bit_for_bit(
     model: torch.nn.Module, state_dtype: str, tmp_path: Path
 ) -> None:

@@ -12,10 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spin_trtllm.config import STATE_DTYPES
 from spin_trtllm.reference import (
     observe_scores,
     select_blocks,
 )
+from spin_trtllm.reference.averages import read_averages
 from spin_trtllm.reference.select_blocks import explore_priorities, mix
 
 INF, NAN = float("inf"), float("nan")
@@ -236,8 +238,10 @@ def test_other_lanes_keep_their_bits() -> None:
     assert (d != before[1]).nonzero().tolist() == offsets
 
 
-def test_bf16_rounds_to_nearest_even_after_each_row() -> None:
-    v, d = torch.zeros(1, 8, dtype=torch.bfloat16), torch.zeros(1, 9, dtype=torch.bfloat16)
+@pytest.mark.parametrize("state_dtype", ["bf16", "log8"])
+def test_averages_are_rounded_after_each_row(state_dtype: str) -> None:
+    dtype = STATE_DTYPES[state_dtype]
+    v, d = torch.zeros(1, 8, dtype=dtype), torch.zeros(1, 9, dtype=dtype)
     values = [2.0, 257.0, 1.0 / 3.0, -7.7, 1e-40, 3e38, -2e38, 0.1]
     scores = torch.tensor([[values, values[::-1]]])
     observe_scores(
@@ -256,6 +260,28 @@ def test_bf16_rounds_to_nearest_even_after_each_row() -> None:
     for i in range(8):
         x = np.float32(0)
         for z in (np.float32(values[i]), np.float32(values[7 - i])):
-            x = oracle.round_bf16(np.float32(np.float32(alpha * x) + np.float32(rest * z)))
-        assert float(v[0, i]) == float(x)
-    assert math.isfinite(float(v.abs().max()))
+            total = np.float32(np.float32(alpha * x) + np.float32(rest * z))
+            x = oracle.ROUNDINGS[state_dtype](total)
+        assert float(read_averages(v)[0, i]) == float(x)
+    assert math.isfinite(float(read_averages(v).abs().max()))
+
+
+def test_eight_bits_take_no_score_that_is_not_finite_and_keep_signs() -> None:
+    """At alpha = 0.5 from 0: half the score, rounded; what is too large stands at the end."""
+    v, d = torch.zeros(1, 8, dtype=torch.int8), torch.zeros(1, 9, dtype=torch.int8)
+    v[0], d[0] = 5, 6
+    v[0, :6], d[0, 2:8] = 0, 0
+    observe_scores(
+        v,
+        d,
+        torch.tensor([0]),
+        torch.tensor([[[2.0, -2.0, 0.0, 1e-6, 1e9, -1e9, NAN, -INF]]]),
+        torch.ones(1, 1, dtype=torch.bool),
+        torch.tensor([[7]]),
+        torch.tensor([0]),
+        ratio=1,
+        block_size_slots=8,
+        ema_decay=0.5,
+    )
+    assert v.tolist() == [[89, -89, 0, 0, 127, -127, 5, 5]]
+    assert d.tolist() == [[6, 6, -127, 127, 0, 0, -89, 89, 6]]

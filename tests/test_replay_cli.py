@@ -99,6 +99,7 @@ OPTIONS: list[tuple[list[str], dict[str, Any]]] = [
     (["--top-k", "500"], {"top_k": 500}),
     (["--seed", "18446744073709551615"], {"seed": 2**64 - 1}),
     (["--state-dtype", "bf16"], {"state_dtype": "bf16"}),
+    (["--state-dtype", "log8"], {"state_dtype": "log8"}),
 ]
 
 

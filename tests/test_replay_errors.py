@@ -64,7 +64,7 @@ def test_malformed_traces(name: str, tmp_path: Path, capsys: Capture) -> None:
         (["--seed", "-1"], ["seed: got -1, allowed: an integer in 0 .. "]),
         (["--seed", str(2**64)], ["seed: got 18446744073709551616"]),
         (["--seed", "9" * 5000], ["--seed"]),
-        (["--state-dtype", "fp16"], ["state_dtype: got 'fp16', allowed: fp32, bf16"]),
+        (["--state-dtype", "fp16"], ["state_dtype: got 'fp16', allowed: fp32, bf16, log8"]),
         (["--spin-config", "absent.yaml"], ["spin_config: cannot read 'absent.yaml'"]),
         (["--spin-config", ""], ["spin_config: cannot read ''"]),
         (["--spin-config", "/dev/zero"], ["spin_config: /dev/zero: got 'a larger file'"]),

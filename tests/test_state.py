@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spin_trtllm.errors import SpinError
-from spin_trtllm.state import NOWHERE, SpinState
+from spin_trtllm.state import DTYPES, NOWHERE, SpinState
 
 LAYERS = (2, 5)
 
@@ -56,7 +56,7 @@ def test_a_fresh_state_is_cold_and_zero() -> None:
     assert state.layers == LAYERS
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("layers", "sequences", "slots"), [(1, 1, 1), (2, 3, 64), (21, 4, 257), (3, 2, 1000)]
 )
@@ -75,6 +75,8 @@ def test_bytes_by_hand() -> None:
     assert SpinState.estimate_bytes(21, 8, 262_144, torch.bfloat16) == 198_182_943
     # 189 * 524289 * 4 + 189 * 9
     assert SpinState.estimate_bytes(21, 8, 262_144, torch.float32) == 396_364_185
+    # 189 * 524289 * 1 + 189 * 9
+    assert SpinState.estimate_bytes(21, 8, 262_144, torch.int8) == 99_092_322
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,7 @@ def test_bytes_by_hand() -> None:
         ("dtype", torch.float16),
         ("dtype", torch.float64),
         ("dtype", torch.int32),
+        ("dtype", torch.uint8),
     ],
 )
 def test_refused_arguments_are_named(argument: str, given: Any) -> None:
@@ -229,15 +232,15 @@ def filled(dtype: torch.dtype = torch.float32) -> SpinState:
     state = make(dtype=dtype)
     (lane,) = state.lanes([1])
     g = torch.Generator().manual_seed(1)
-    state.v[:, lane] = torch.randn(2, 6, generator=g).to(dtype)
-    state.d[:, lane] = torch.randn(2, 7, generator=g).to(dtype)
+    state.v[:, lane] = (9 * torch.randn(2, 6, generator=g)).to(dtype)
+    state.d[:, lane] = (9 * torch.randn(2, 7, generator=g)).to(dtype)
     state.v[0, lane, :2] = torch.tensor([-0.0, 1e-40])
     state.warm[:, lane] = torch.tensor([True, False])
     state.next_tokens[:, lane] = torch.tensor([77, NOWHERE])
     return state
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_moved_sequence_keeps_every_bit(dtype: torch.dtype) -> None:
     source, target = filled(dtype), make(dtype=dtype)
     target.lanes([50, 51])
@@ -247,7 +250,7 @@ def test_a_moved_sequence_keeps_every_bit(dtype: torch.dtype) -> None:
     assert exported["layers"].tolist() == list(LAYERS)
     target.adopt(9, exported)
     (lane,) = target.lanes([9])
-    integer = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
+    integer = {4: torch.int32, 2: torch.int16, 1: torch.int8}[dtype.itemsize]
     for name in ("v", "d"):
         found, wanted = tensors(target)[name][:, lane], tensors(source)[name][:, 0]
         assert torch.equal(found.view(integer), wanted.view(integer))
@@ -289,6 +292,7 @@ def test_nothing_is_exported_for_a_sequence_without_a_lane() -> None:
         lambda e: {**e, "d": e["d"][:1]},
         lambda e: {**e, "v": e["v"].double()},
         lambda e: {**e, "d": e["d"].bfloat16()},
+        lambda e: {**e, "v": e["v"].char(), "d": e["d"].char()},
         lambda e: {**e, "next_tokens": e["next_tokens"].int()},
         lambda e: {**e, "warm": e["warm"].long()},
         lambda e: {**e, "warm": e["warm"][:1]},

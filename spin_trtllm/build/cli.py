@@ -21,7 +21,7 @@ from spin_trtllm.build.target import TARGET_SMS
 from spin_trtllm.build.tensorrt import FOLDER, ROTATIONS, TensorrtOptions
 from spin_trtllm.build.triton import DEFAULT_NAME, TritonOptions
 from spin_trtllm.commands.common import run
-from spin_trtllm.config import BLOCK_SIZES, STATE_DTYPES
+from spin_trtllm.config import BLOCK_SIZES
 from spin_trtllm.errors import refuse
 from spin_trtllm.hosts.tensorrt.indexer import PRECISIONS
 from spin_trtllm.hosts.tensorrt.plugin import missing_plugin
@@ -51,7 +51,7 @@ _SPIN_FIELDS: list[tuple[str, str, type, str]] = [
         str,
         f"{', '.join(SpinStep.exploration_policies)}.",
     ),
-    ("--spin_state_dtype", "state_dtype", str, f"Averages in {', '.join(STATE_DTYPES)}."),
+    ("--spin_state_dtype", "state_dtype", str, "Averages in fp32 or bf16."),
     ("--spin_seed", "seed", int, "Seed of the exploration priorities."),
 ]
 

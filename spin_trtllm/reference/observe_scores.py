@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from spin_trtllm.geometry import query_slot
+from spin_trtllm.reference.averages import read_averages, store_averages
 from spin_trtllm.reference.topk_slots import scored_slots
 
 
@@ -29,7 +30,7 @@ def observe_scores(
     Rejected rows, padding rows, unscored slots and non-finite scores leave no trace.
 
     Args:
-        v: `[lanes, N]`, fp32 or bf16; d: `[lanes, N + 1]`, same dtype.
+        v: `[lanes, N]`, fp32, bf16 or int8 (`log8`); d: `[lanes, N + 1]`, same dtype.
         lanes: int64 `[S]`, distinct.
         scores: fp32 `[S, R, N]`; blocks: bool `[S, B]`, what was scored.
         positions_tokens: int64 `[S, R]`; -1 marks a padding row.
@@ -94,5 +95,5 @@ def observe_entries(
 def _average(state: Tensor, z: Tensor, ema_decay: float) -> Tensor:
     """One step of the average, kept as it was where `z` is NaN."""
     # Two products and a sum, each rounded to fp32: a fused multiply-add would give other bits.
-    new = state.float() * ema_decay + z * (1.0 - ema_decay)
-    return torch.where(z.isnan(), state, new.to(state.dtype))
+    new = read_averages(state) * ema_decay + z * (1.0 - ema_decay)
+    return torch.where(z.isnan(), state, store_averages(new, state.dtype))

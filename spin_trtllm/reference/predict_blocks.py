@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from spin_trtllm.geometry import count_blocks, query_slot, visible_slots
+from spin_trtllm.reference.averages import read_averages
 
 NEVER = float("-inf")  # score of what does not exist: below every prediction
 
@@ -24,7 +25,7 @@ def predict_blocks(
     """Block scores of every row, from the averages alone.
 
     Args:
-        v: vertical averages `[lanes, N]`, fp32 or bf16.
+        v: vertical averages `[lanes, N]`, fp32, bf16 or int8 (`log8`).
         d: diagonal averages `[lanes, N + 1]`, same dtype.
         lanes: int64 `[S]`, the state row of each sequence.
         positions_tokens: int64 `[S, R]`; -1 marks a padding row.
@@ -56,9 +57,10 @@ def predict_entries(v: Tensor, d: Tensor, lanes: Tensor, visible: Tensor, query:
     n = int(visible.max()) if visible.numel() else 0
     entries = torch.arange(n, device=v.device)
     offsets = (query.unsqueeze(-1) - entries).clamp(0, d.shape[-1] - 1)
-    vertical = v[lanes, :n].float().unsqueeze(1)
-    diagonal = d[lanes].float().unsqueeze(1).expand(-1, query.shape[1], -1).gather(-1, offsets)
-    return torch.where(entries < visible.unsqueeze(-1), torch.maximum(vertical, diagonal), NEVER)
+    vertical = read_averages(v[lanes, :n]).unsqueeze(1)
+    diagonal = read_averages(d[lanes]).unsqueeze(1).expand(-1, query.shape[1], -1)
+    predicted = torch.maximum(vertical, diagonal.gather(-1, offsets))
+    return torch.where(entries < visible.unsqueeze(-1), predicted, NEVER)
 
 
 def pool_blocks(entries: Tensor, block_size: int, pooling: str) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import refuse
 from spin_trtllm.geometry import PPM, Budget, block_budget, count_blocks, visible_slots
+from spin_trtllm.reference.averages import read_averages
 from spin_trtllm.reference.predict_blocks import NEVER, pool_blocks
 from spin_trtllm.reference.select_blocks import (
     Selection,
@@ -120,7 +121,7 @@ class SpinPolicy(Policy):
     @property
     def final_state(self) -> tuple[Tensor, Tensor]:
         """The averages of the trace's one sequence."""
-        v, d = self._state.v[:, 0].float(), self._state.d[:, 0].float()
+        v, d = (read_averages(a[:, 0]) for a in (self._state.v, self._state.d))
         return v[:, : self.slots], d[:, : self.slots + 1]
 
 

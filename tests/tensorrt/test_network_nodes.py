@@ -82,6 +82,7 @@ def test_fields_are_the_configurations() -> None:
         (replace(CONFIG, reduction="A2"), {}, "reduction: got 'A2', allowed: A1"),
         (replace(CONFIG, exploration_policy="age"), {}, "exploration_policy: got 'age'"),
         (replace(CONFIG, query_share=0.5), {}, "query_share: got 0.5, allowed: 0"),
+        (replace(CONFIG, state_dtype="log8"), {}, "state_dtype: got 'log8', allowed: fp32, bf16"),
         (CONFIG, {"page_slots": 16}, "page_slots: got 16, allowed: 32, 64"),
         (CONFIG, {"page_slots": 64.0}, "page_slots: got 64.0, allowed: 32, 64"),
         (CONFIG, {"page_slots": [64]}, "page_slots: got [64], allowed: 32, 64"),

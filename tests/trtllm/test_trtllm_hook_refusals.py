@@ -44,6 +44,7 @@ def test_metadata_without_an_attribute_is_refused(change: str, message: str) -> 
     [
         ({"block_size": 8, "top_k": 16}, "top_k: got 16, the model selects 8"),
         ({"block_size": 8, "query_share": 0.5}, "query_share: got 0.5, allowed: 0"),
+        ({"block_size": 8, "state_dtype": "log8"}, "state_dtype: got 'log8', allowed: fp32, bf16"),
         ({"block_size": 8, "reduction": "A0"}, "reduction"),
         ({"block_size": 8, "exploration_policy": "age"}, "exploration_policy"),
     ],

@@ -19,6 +19,7 @@ from spin_trtllm.errors import refuse
 from spin_trtllm.files import atomic_file, save_tensors
 from spin_trtllm.geometry import count_blocks
 from spin_trtllm.hosts.transformers.call import ABSENT
+from spin_trtllm.reference.averages import read_averages
 from spin_trtllm.replay.trace import write_trace
 from spin_trtllm.step import SpinStep, StepPlan
 
@@ -86,8 +87,8 @@ class Capture:
             recording.steps[-1].layers[layer] = self._entry(plan, row, scores[row], topk[row])
             slots = scores.shape[1]
             recording.averages[layer] = (
-                state.v.flatten(0, 1)[lane, :slots].float().cpu(),
-                state.d.flatten(0, 1)[lane, : slots + 1].float().cpu(),
+                read_averages(state.v.flatten(0, 1)[lane, :slots]).cpu(),
+                read_averages(state.d.flatten(0, 1)[lane, : slots + 1]).cpu(),
             )
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
