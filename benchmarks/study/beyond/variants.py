@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.reference import Selection
+from spin_trtllm.reference.averages import decode_log8, encode_log8
 from spin_trtllm.reference.predict_blocks import NEVER
 from spin_trtllm.replay.policies import Outcome, Policy
 from spin_trtllm.replay.trace import Trace, TraceStep
@@ -21,9 +22,6 @@ from spin_trtllm.step import StepPlan
 
 Rounding = Callable[[Tensor], Tensor]
 
-_LOG_STEPS = 8  # codes an octave
-_LOG_LOWEST = -11.0  # exponent of the least magnitude; with 127 of them the largest is 2**4.75
-_LOG_CODES = 127
 _E4M3_LARGEST = 448.0
 
 
@@ -33,10 +31,8 @@ def to_e4m3(values: Tensor) -> Tensor:
 
 
 def to_log8(values: Tensor) -> Tensor:
-    """Rounded to a sign and one of 127 magnitudes an eighth of an octave apart, or to 0."""
-    code = ((values.abs().log2() - _LOG_LOWEST) * _LOG_STEPS).round()
-    magnitude = (code.clamp(max=_LOG_CODES - 1) / _LOG_STEPS + _LOG_LOWEST).exp2()
-    return torch.where(code < 0, 0.0, magnitude.copysign(values))
+    """Rounded to what `state_dtype: log8` stores."""
+    return decode_log8(encode_log8(values))
 
 
 class RoundedState(SpinVariant):
