@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three kinds of chart that studies ask for, as inline SVG without scripts.
+"""The kinds of chart that studies ask for, as inline SVG without scripts.
 
-`lines`: `x_label`, `y_label`, `series` of `label` and `points` (`x`, `value`, `low`, `high`).
+`lines`: `x_label`, `y_label`, `series` of `label` and `points` (`x`, `value`, `low`, `high`); a
+series may have a `number` that decides its look, the chart an `aside`, the space between series.
+`panels`: `charts` of lines, one below another, with one legend; equal labels have equal numbers.
 `dots`: `x_label`, `rows` of `label`, `value`, `low`, `high`.
 `mask`: `rows` of one string a step, a character a block (see `studies.masks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -35,6 +38,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 10, 45  # margins
 _ROW_HEIGHT, _LABEL_WIDTH = 26, 170
 _LEGEND_COLUMN, _LEGEND_ROW = 290, 18
 _LONGEST_LABEL = 40
+_PANEL_HEADING = 30
 _ASIDE = 2  # between series, in units of the drawing
 
 Point = dict[str, Any]
@@ -42,43 +46,77 @@ Point = dict[str, Any]
 
 def draw(chart: dict[str, Any], key: str) -> Element:
     """A chart as a figure; `key` is its id, unique on the page."""
-    return {"lines": _lines, "dots": _dots, "mask": _mask}[chart["kind"]](chart, key)
+    kinds = {"lines": _lines, "panels": _panels, "dots": _dots, "mask": _mask}
+    return kinds[chart["kind"]](chart, key)
 
 
 def _lines(chart: dict[str, Any], key: str) -> Element:
-    series = [
-        (each["label"], [p for p in each["points"] if None not in (p["x"], p["value"])])
-        for each in chart["series"]
-    ]
-    points = [point for _, shown in series for point in shown]
+    return _panels({**chart, "charts": [chart]}, key)
+
+
+def _panels(chart: dict[str, Any], key: str) -> Element:
+    panels: list[dict[str, Any]] = chart["charts"]
+    heading = _PANEL_HEADING if len(panels) > 1 else 0
+    drawing, described = [], []
+    numbers: dict[str, int] = {}
+    for place, panel in enumerate(panels):
+        series = [_Series.of(each, number) for number, each in enumerate(panel["series"])]
+        parts = [*_plot(panel, series)]
+        if heading:
+            parts.append(text(_LEFT, _TOP - 14, panel["title"], font_weight="bold"))
+        top = heading + place * (HEIGHT + heading)
+        drawing.append(element("g", *parts, transform=f"translate(0 {top})"))
+        numbers |= {each.label: each.number for each in series}
+        shown = "; ".join(each.described for each in series)
+        described.append(f"{panel['title']}: {shown}" if heading else shown)
+    bottom = len(panels) * (HEIGHT + heading)
+    drawing.extend(_legend(numbers, bottom))
+    height = bottom + _LEGEND_ROW * ((len(numbers) + 1) // 2) + 4
+    note = f"{_WHISKERS} Lines are drawn a little aside of each other."
+    return figure(key, chart["title"], "; ".join(described), height, *drawing, note=note)
+
+
+@dataclass(frozen=True)
+class _Series:
+    """A line of a chart; `number` is its look, `points` those that were measured."""
+
+    label: str
+    number: int
+    points: list[Point]
+
+    @classmethod
+    def of(cls, given: dict[str, Any], place: int) -> _Series:
+        measured = [p for p in given["points"] if None not in (p["x"], p["value"])]
+        points = sorted(measured, key=lambda p: p["x"])
+        return cls(given["label"], given.get("number", place), points)
+
+    @property
+    def described(self) -> str:
+        found = ", ".join(f"{p['value']:.3g} at {p['x']:.3g}" for p in self.points)
+        return f"{self.label}: {found or 'nothing measured'}"
+
+
+def _plot(chart: dict[str, Any], series: Sequence[_Series]) -> Iterator[Element]:
+    points = [point for each in series for point in each.points]
     xs = axis([p["x"] for p in points], _LEFT, WIDTH - _RIGHT, with_zero=False)
     ys = axis([v for p in points for v in _span(p)], HEIGHT - _BOTTOM, _TOP, with_zero=True)
-    drawing = [*_grid(xs, ys), *_axis_labels(chart["x_label"], chart["y_label"])]
-    for number, (_, shown) in enumerate(series):
-        drawing.extend(_line(sorted(shown, key=lambda p: p["x"]), number, len(series), xs, ys))
-    drawing.extend(_legend([label for label, _ in series]))
-    height = HEIGHT + _LEGEND_ROW * ((len(series) + 1) // 2) + 4
-    described = "; ".join(
-        f"{label}: "
-        + (", ".join(f"{p['value']:.3g} at {p['x']:.3g}" for p in shown) or "nothing measured")
-        for label, shown in series
-    )
-    note = f"{_WHISKERS} Lines are drawn a little aside of each other."
-    return figure(key, chart["title"], described, height, *drawing, note=note)
+    yield from _grid(xs, ys)
+    yield from _axis_labels(chart["x_label"], chart["y_label"])
+    for place, each in enumerate(series):
+        aside = chart.get("aside", _ASIDE) * (place - (len(series) - 1) / 2)
+        yield from _line(each, aside, xs, ys)
 
 
-def _line(
-    points: Sequence[Point], number: int, count: int, xs: Axis, ys: Axis
-) -> Iterator[Element]:
-    colour = _COLOURS[number % len(_COLOURS)]
-    aside = _ASIDE * (number - (count - 1) / 2)  # or whiskers at one place would hide each other
-    places = [(xs.place(p["x"]) + aside, ys.place(p["value"])) for p in points]
+def _line(series: _Series, aside: float, xs: Axis, ys: Axis) -> Iterator[Element]:
+    """Drawn `aside` of its place, or whiskers at one place would hide each other."""
+    colour = _COLOURS[series.number % len(_COLOURS)]
+    places = [(round(xs.place(p["x"]) + aside, 1), ys.place(p["value"])) for p in series.points]
     route = " ".join(f"{x:g},{y:g}" for x, y in places)
     yield element("polyline", points=route, fill="none", stroke=colour, stroke_width=1.5)
-    for point, (x, y) in zip(points, places, strict=True):
+    for point, (x, y) in zip(series.points, places, strict=True):
         low, high = (ys.place(end) for end in _span(point))
         yield line(x, low, x, high, "whisker", stroke=colour)
-        yield _marker(x, y, number)
+        yield _marker(x, y, series.number)
 
 
 def _dots(chart: dict[str, Any], key: str) -> Element:
@@ -166,10 +204,11 @@ def _axis_labels(x_label: str, y_label: str) -> Iterator[Element]:
     yield text(18, middle, y_label, "middle", transform=f"rotate(-90 18 {middle:g})")
 
 
-def _legend(labels: Sequence[str]) -> Iterator[Element]:
-    for number, label in enumerate(labels):
-        x = _LEFT + _LEGEND_COLUMN * (number % 2)
-        y = HEIGHT + 8 + _LEGEND_ROW * (number // 2)
+def _legend(numbers: Mapping[str, int], top: float) -> Iterator[Element]:
+    """Labels and their looks, below `top`."""
+    for place, (label, number) in enumerate(numbers.items()):
+        x = _LEFT + _LEGEND_COLUMN * (place % 2)
+        y = top + 8 + _LEGEND_ROW * (place // 2)
         yield _marker(x, y, number)
         yield text(x + 10, y + 4, label[:_LONGEST_LABEL])
 

@@ -8,6 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
+from spin_trtllm.report import svg
 from spin_trtllm.report.charts import draw
 from spin_trtllm.report.claims import FAILS, HOLDS, UNDECIDED
 from spin_trtllm.report.intervals import CONFIDENCE, MINIMUM_RUNS, RESAMPLES, RUN_STEPS
@@ -29,11 +30,6 @@ td.number { font-variant-numeric: tabular-nums; }
 figure { margin: 1.5rem 0; }
 figcaption { font-size: 0.9rem; color: #333; }
 svg { width: 100%; max-width: 46rem; height: auto; }
-.grid { stroke: #e2e2e2; }
-.tick, .frame { stroke: #777; }
-.frame { stroke-width: 0.5; }
-.whisker { stroke-width: 1.5; }
-.cells { stroke-width: 1; shape-rendering: crispEdges; fill: none; }
 """
 _VERDICT_SIGNS = {HOLDS: "✓ holds", FAILS: "✗ does not hold", UNDECIDED: "? undecided"}
 
@@ -91,7 +87,7 @@ def write_page(results: Sequence[dict[str, Any]]) -> str:
         element("meta", charset="utf-8"),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("title", "SPIN: the paper's studies on captured traces"),
-        element("style", _STYLE),
+        element("style", _STYLE + svg.STYLE),
     )
     page = element("html", head, body, lang="en")
     return "<!DOCTYPE html>\n" + ElementTree.tostring(page, encoding="unicode", method="html")

@@ -6,9 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from xml.etree.ElementTree import Element
+from xml.etree.ElementTree import Element, tostring
 
 WIDTH, HEIGHT = 640, 340  # of a chart's drawing, in its own units
+STYLE = """
+.grid { stroke: #e2e2e2; }
+.tick, .frame { stroke: #777; }
+.frame { stroke-width: 0.5; }
+.whisker { stroke-width: 1.5; }
+.cells { stroke-width: 1; shape-rendering: crispEdges; fill: none; }
+"""  # of every chart
 
 
 def element(tag: str, *children: Element | str | None, **attributes: object) -> Element:
@@ -45,6 +52,19 @@ def figure(
     )
     caption = element("figcaption", title, f". {note}" if note else None)
     return element("figure", picture, caption)
+
+
+def standalone(chart: Element) -> str:
+    """The picture of a `figure` as a file of its own, on white."""
+    picture = next(chart.iter("svg"))
+    left, top, width, height = picture.attrib["viewBox"].split()
+    names = [child for child in picture if child.tag in ("title", "desc")]
+    page = element("rect", x=left, y=top, width=width, height=height, fill="white")
+    drawing = [child for child in picture if child not in names]
+    file = element("svg", *names, element("style", STYLE), page, *drawing)
+    attributes = {"xmlns": "http://www.w3.org/2000/svg", "width": width, "height": height}
+    file.attrib.update(picture.attrib | attributes)
+    return tostring(file, encoding="unicode") + "\n"
 
 
 @dataclass(frozen=True)
