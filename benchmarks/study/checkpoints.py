@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.study.documents import TEXT
 from benchmarks.study.intervals import mean_interval
-from benchmarks.study.report import DENSE, load_results
+from benchmarks.study.questions import DENSE, load_results
 from benchmarks.study.tables import Result, documents_of_answers, flat, label, signed, table
 from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.files import atomic_file

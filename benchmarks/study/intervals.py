@@ -6,12 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from spin_trtllm.errors import refuse
+from spin_trtllm.report.intervals import Estimate
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
@@ -150,16 +152,51 @@ def mean_interval(
         documents: which document each question belongs to.
     """
     sums, sizes = _by_document(changes, documents)
-    count = len(sizes)
+    return percentiles(ratio_draws(sums, sizes))
+
+
+def mean_estimate(changes: Sequence[float], documents: Sequence[Hashable]) -> Estimate:
+    """A mean for `spin_trtllm.report.claims.judge`, the documents in the place of traces."""
+    sums, sizes = _by_document(changes, documents)
+    return Estimate(float(sums.sum() / sizes.sum()), sums / sizes, ratio_draws(sums, sizes))
+
+
+def ratio_draws(parts: ArrayLike, wholes: ArrayLike) -> NDArray[np.float64]:
+    """Ratios of two sums over documents drawn with replacement: all NaN of too few documents.
+
+    Equally many documents are drawn alike, so that ratios of the same documents can be compared
+    draw by draw.
+
+    Args:
+        parts, wholes: one of each document, such as drafts accepted and proposed.
+
+    Returns:
+        float64 `[RESAMPLES]`.
+    """
+    parts, wholes = np.asarray(parts), np.asarray(wholes)
+    count = len(wholes)
     if count < LEAST_DOCUMENTS:
-        return None
-    # One draw a resample: how often each document is in it.
-    times = np.random.default_rng(_SEED).multinomial(
+        return np.full(RESAMPLES, np.nan)
+    times = _times(count)
+    ratios: NDArray[np.float64] = (times @ parts) / (times @ wholes)
+    return ratios
+
+
+@lru_cache
+def _times(count: int) -> NDArray[np.float64]:
+    """How often each document is in a resample: `[RESAMPLES, count]`."""
+    draws = np.random.default_rng(_SEED).multinomial(
         count, np.full(count, 1 / count), size=RESAMPLES
     )
-    means = (times @ sums) / (times @ sizes)
+    return draws.astype(np.float64)
+
+
+def percentiles(draws: NDArray[np.float64]) -> tuple[float, float] | None:
+    """The ends that leave out equally many draws on either side; None where a draw is NaN."""
+    if not np.isfinite(draws).all():
+        return None
     tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.percentile(means, [tail, 100 - tail])
+    low, high = np.percentile(draws, [tail, 100 - tail])
     return float(low), float(high)
 
 

@@ -1,21 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of results, as Markdown: rows, and what stands in their cells."""
+"""Tables of results, as Markdown and HTML: rows, and what stands in their cells."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+from xml.etree.ElementTree import Element
+
+from spin_trtllm.report.svg import element
 
 Result = dict[str, Any]
+Row = dict[str, str]
+
+_MISSING = "-"
 
 
-def table(rows: Iterable[dict[str, str]]) -> str:
+def table(rows: Iterable[Row]) -> str:
     """Rows as Markdown; columns in the order in which they first come up."""
     found = list(rows)
-    columns = list(dict.fromkeys(column for row in found for column in row))
+    columns = _columns(found)
     lines = [columns, ["---"] * len(columns)]
-    lines += [[row.get(column, "-") for column in columns] for row in found]
+    lines += [[row.get(column, _MISSING) for column in columns] for row in found]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def html_table(rows: Sequence[Row]) -> Element:
+    """The same as HTML."""
+    columns = _columns(rows)
+    heads = (element("th", column, scope="col") for column in columns)
+    lines = (
+        element("tr", *(element("td", plain(row.get(c, _MISSING))) for c in columns))
+        for row in rows
+    )
+    table = element("table", element("thead", element("tr", *heads)), element("tbody", *lines))
+    return element("div", table, class_="wide")
+
+
+def _columns(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(column for row in rows for column in row))
+
+
+def plain(markdown: str) -> str:
+    """Without the marks of code."""
+    return markdown.replace("`", "")
 
 
 def setting(result: Result) -> float:
@@ -45,3 +72,8 @@ def signed(value: float, interval: tuple[float, float] | None) -> str:
         return f"{value:+.3f} (too few documents)"
     low, high = interval
     return f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+def counted(right: Sequence[bool]) -> str:
+    """How many answers are right."""
+    return f"{sum(right)} of {len(right)}"

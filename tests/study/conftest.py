@@ -14,6 +14,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS / "tiny_model")]
 FILLER = b"The quick brown fox jumps over the lazy dog. " * 30
 
 NEED_TRANSFORMERS = (
+    "about",
     "answers",
     "beyond",
     "methods",

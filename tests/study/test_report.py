@@ -3,22 +3,19 @@
 
 import json
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks.study import report
 from benchmarks.study.cells import PARTS
-from benchmarks.study.methods import METHODS
-from benchmarks.study.report import (
-    chart_of,
-    distance_rows,
-    draft_row,
-    load_results,
-    quality_row,
-    write_markdown,
-    write_page,
-)
+from benchmarks.study.figures import chart_of
+from benchmarks.study.pack import SUFFIX, pack
+from benchmarks.study.questions import ABOUT, load_about, load_results
+from benchmarks.study.report import write_figure, write_markdown, write_page
+from benchmarks.study.rows import distance_rows, draft_row, quality_row
 from spin_trtllm.errors import SpinError
 
 RIGHT = [[True, True], [True, False], [True, True]]
@@ -104,13 +101,15 @@ def test_distances_are_counted_in_their_bucket():
 
 
 def test_drafts_are_counted():
-    fields = {"task": "text", "drafts": 3, "proposed": 9, "steps_of_rows": {"1": 1, "4": 3}}
-    dense = result(tokens=[[1, 2, 3, 4], [5, 6, 7, 8]], accepted=6, **fields)
-    spin = result("spin", 0.4, tokens=[[1, 2, 3, 0], [5, 0, 7, 8]], accepted=3, **fields)
-    row = draft_row(spin, dense)
-    assert row["drafts accepted"] == "3 of 9"
-    assert row["tokens a step"] == "2.00"
-    assert row["tokens as dense"] == "0.750"
+    fields = {"task": "text", "drafts": 3, "steps_of_rows": {"1": 1, "4": 3}}
+    dense = result(tokens=[[1, 2, 3, 4], [5, 6, 7, 8]], accepted=6, proposed=9, **fields)
+    for accepted, proposed in ((3, 9), ([1, 2], [5, 4])):  # totals, as earlier results have, or not
+        some = {"accepted": accepted, "proposed": proposed}
+        spin = result("spin", 0.4, tokens=[[1, 2, 3, 0], [5, 0, 7, 8]], **some, **fields)
+        row = draft_row(spin, dense)
+        assert row["drafts accepted"] == "3 of 9"
+        assert row["tokens a step"] == "1.75"
+        assert row["tokens as dense"] == "0.750"
 
 
 def test_files_are_grouped_with_dense_first(tmp_path):
@@ -118,8 +117,9 @@ def test_files_are_grouped_with_dense_first(tmp_path):
     questions = load_results(tmp_path)
     assert [len(results) for results in questions.values()] == [2, 1]
     assert questions["recall at 4,096 bytes, 3 documents, 2 answers each"] == [DENSE, SPIN]
-    text = write_markdown(questions)
+    text = write_markdown(questions, None)
     assert "3 cells on a machine, torch 1, transformers 2, 2026-11-30: 6 s of decoding." in text
+    assert "Checkpoint and text were not named; their SHA-256 one model an." in text
     assert "| `spin` 0.4 | 4 of 6 |" in text
 
 
@@ -134,25 +134,109 @@ def test_a_question_without_dense_waits_for_it(tmp_path):
     assert list(load_results(tmp_path)) == ["recall at 4,096 bytes, 3 documents, 2 answers each"]
 
 
-def test_the_figure_has_quality_over_bytes(tmp_path):
-    methods = ["streaming", "tisa", "hisa"]
-    more = [result(method, 0.6, keys=40, **FORCED) for method in methods]
-    save(tmp_path, DENSE, SPIN, *more)
-    questions = load_results(tmp_path)
-    (results,) = questions.values()
-    series = {one["label"]: one["points"] for one in chart_of("name", results)["series"]}
-    assert set(series) == {"dense", "spin", *methods}
-    (point,) = series["spin"]
+METHODS_OF_A_FIGURE = ("streaming", "tisa", "hisa")
+
+
+def others(**more):
+    return [result(method, 0.6, keys=40, **FORCED | more) for method in METHODS_OF_A_FIGURE]
+
+
+def test_the_figure_has_quality_over_bytes():
+    results = [DENSE, SPIN, *others()]
+    chart = chart_of("name", results)
+    series = {one["label"]: one for one in chart["series"]}
+    assert set(series) == {"dense", "spin", *METHODS_OF_A_FIGURE}
+    (point,) = series["spin"]["points"]
     assert point["x"] == pytest.approx(0.65)
     assert point["value"] == pytest.approx(4 / 6)
     assert point["low"] < point["value"] < point["high"]
-    page = write_page(questions)
-    assert page.count("<svg") == 1
-    assert "<script" not in page
-    assert write_page({"few": results[:2]}).count("<svg") == 0
+    assert len({one["number"] for one in series.values()}) == 5
+    assert chart_of("few", results[:2]) is None
 
 
-def test_command_writes_both_files(tmp_path, monkeypatch, capsys):
+def test_the_figure_of_text_is_in_nats_over_denses():
+    results = [one | {"cell": cell_of(one, task="text")} for one in (DENSE, SPIN, *others())]
+    chart = chart_of("name", results)
+    values = {one["label"]: one["points"][0]["value"] for one in chart["series"]}
+    assert values["dense"] == values["hisa"] == 0
+    assert values["spin"] == pytest.approx(1.0)
+    assert chart["y_label"].startswith("nats a byte, over dense's")
+
+
+def cell_of(one, **changes):
+    return {**one["cell"], "question": one["cell"]["question"] | changes}
+
+
+def far(*results):
+    """As answers at the headline's lengths."""
+    return [
+        one | {"cell": cell_of(one, context_bytes=length)}
+        for length in (8_192, 31_744)
+        for one in results
+    ]
+
+
+class Page(HTMLParser):
+    """Every element is closed where it should be."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.seen, self._open = [], []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+        if tag != "meta":
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+
+def test_the_page_is_whole_and_says_what_was_found(tmp_path):
+    save(tmp_path, DENSE, SPIN, *others(), *far(DENSE, SPIN, *others()))
+    questions = load_results(tmp_path)
+    text = write_page(questions, None)
+    page = Page(text)
+    tags = [tag for tag, _ in page.seen]
+    assert tags.count("svg") == 1 + 3  # the headline, and each question
+    assert {"script", "link", "img"}.isdisjoint(tags)
+    assert "http" not in text
+    for name in ("id", "aria-labelledby"):
+        names = [attributes[name] for _, attributes in page.seen if name in attributes]
+        assert len(set(names)) == len(names)
+    for said in (
+        "What a model of 7.6 million parameters can and cannot show",
+        "It cannot show",
+        "<strong>The paper: </strong>At 40 to 50 % sparsity exploration recalls at least as much",
+        "<strong>Where they differ: </strong>Nothing to compare yet",
+        "At 40% SPIN loses 6 of dense's 15 right answers and gains 3, over 3 questions.",
+        "Too few documents to tell from dense: hisa 0.6; spin 0.4; streaming 0.6; tisa 0.6.",
+        "a machine, torch 1, transformers 2, 2026-11-30",
+    ):
+        assert said in text
+    assert "`" not in text
+
+
+def test_the_headline_is_a_file_of_its_own(tmp_path):
+    save(tmp_path, *far(DENSE, SPIN, *others()))
+    drawing = write_figure(load_results(tmp_path))
+    root = ElementTree.fromstring(drawing)
+    namespace = "{http://www.w3.org/2000/svg}"
+    assert root.tag == f"{namespace}svg"
+    found = [one.text for one in root.iter(f"{namespace}text")]
+    places = [found.index(f"recall at {length} bytes") for length in ("31,744", "8,192")]
+    assert places == sorted(places)  # the far one first
+    for label in ("dense", "spin", *METHODS_OF_A_FIGURE):
+        assert found.count(label) == 1  # one legend for both
+    assert root.find(f"{namespace}style").text  # what the page's style says of its figures
+    assert len(root.findall(f".//{namespace}polyline")) == 2 * 5
+    assert write_figure({"recall at 8,192 bytes, 25": [DENSE, SPIN]}) is None
+
+
+def test_command_writes_its_files(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
     with pytest.raises(SystemExit) as stopped:
         report.main()
@@ -160,8 +244,45 @@ def test_command_writes_both_files(tmp_path, monkeypatch, capsys):
     assert "a directory with results" in capsys.readouterr().err
     save(tmp_path, DENSE, SPIN)
     report.main()
-    assert (tmp_path / "report.md").read_text(encoding="utf-8").startswith("# Study\n")
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert text.startswith("<!-- SPDX-License-Identifier: Apache-2.0 -->\n\n# Study\n")
     assert (tmp_path / "report.html").exists()
+    assert not (tmp_path / "report.svg").exists()  # the headline's cells are not there
+
+
+def test_packed_results_make_the_same_report(tmp_path, monkeypatch):
+    """Beside the packed file, and named after it."""
+    folder = tmp_path / "study"
+    folder.mkdir()
+    save(folder, *far(DENSE, SPIN, *others()))
+    about = {"checkpoint": "weights", "sha256": {"config.json": "0123456789abcdef"}}
+    about |= {"text": "a text", "text_bytes": 1_000, "text_sha256": "fedcba9876543210"}
+    (folder / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+    packed = tmp_path / f"h200{SUFFIX}"
+    pack(folder, packed)
+    assert load_results(packed) == load_results(folder)
+    assert load_about(packed) == about
+    for given in (folder, packed):
+        monkeypatch.setattr(sys, "argv", ["report", str(given)])
+        report.main()
+    for suffix in (".md", ".html", ".svg"):
+        beside = tmp_path / f"h200{suffix}"
+        assert beside.read_bytes() == (folder / f"report{suffix}").read_bytes()
+    text = (tmp_path / "h200.md").read_text(encoding="utf-8")
+    assert "Checkpoint: `weights`, config.json SHA-256 0123456789ab." in text
+    assert "a text, 1,000 bytes, SHA-256 fedcba987654." in text
+
+
+@pytest.mark.parametrize("packed", sorted((STUDY / "results").glob(f"*{SUFFIX}")), ids=str)
+def test_committed_reports_are_those_of_the_committed_results(packed):
+    questions, about = load_results(packed), load_about(packed)
+    for suffix, content in (
+        (".md", write_markdown(questions, about)),
+        (".html", write_page(questions, about)),
+        (".svg", write_figure(questions)),
+    ):
+        file = packed.with_name(packed.name.removesuffix(SUFFIX) + suffix)
+        assert (file.read_text(encoding="utf-8") if file.exists() else None) == content
 
 
 def cells_of(row):
@@ -173,7 +294,7 @@ def test_readme_quotes_the_first_look():
     section = section[section.index("## recall at 4,096") :]
     rows = [cells_of(row) for row in section.splitlines() if row.startswith("| `")][:13]
     readme = (STUDY / "README.md").read_text(encoding="utf-8")
-    assert {row[0].split("`")[1] for row in rows} == set(METHODS)
+    assert {row[0].split("`")[1] for row in rows} == {cell.method for cell in PARTS["quick"]}
     for method, right, share, _, _, _, shared_bytes, *_ in rows:
         assert f"| {method} | {right} | {share} | {shared_bytes} |" in readme
 
