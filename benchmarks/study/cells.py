@@ -183,3 +183,5 @@ PARTS: dict[str, tuple[Cell, ...]] = {
     "hard": _cells(SPIN, *_over(LENGTHS_BYTES, _HARD)),
     "hard-rivals": _cells(EQUAL[3:], *_over((8_192,), ("multi_needle",))),
 }
+# Parts that ask what was skipped and missed, which results did not always say.
+MEASURED = ("paper",)

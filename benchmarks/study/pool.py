@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
-from itertools import groupby
 from multiprocessing import get_context
 from multiprocessing.synchronize import Lock
 
 import torch
 
-from benchmarks.study.cells import Cell
+from benchmarks.study.cells import Cell, Question
+from benchmarks.study.estimate import Estimate
 from benchmarks.study.study import Study
 
 CELLS_OF_A_JOB = 8  # so many share one reading of their documents
@@ -25,22 +26,33 @@ _study: Study  # of this process, where it is one of a pool
 
 
 def jobs_of(cells: Sequence[Cell]) -> Iterator[tuple[Cell, ...]]:
-    """Cells in groups of one question each, not too many together."""
-    for _, group in groupby(cells, key=lambda cell: cell.question):
-        same = tuple(group)
-        for start in range(0, len(same), CELLS_OF_A_JOB):
-            yield same[start : start + CELLS_OF_A_JOB]
+    """Cells in groups of one question each, not too many together; with drafts one alone."""
+    same: dict[Question, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        same[cell.question].append(cell)
+    for question, group in same.items():
+        size = CELLS_OF_A_JOB if question.drafts is None else 1  # those take minutes each
+        for start in range(0, len(group), size):
+            yield tuple(group[start : start + size])
 
 
 def run_side_by_side(
-    open_study: Open, run_part: RunPart, cells: Sequence[Cell], processes: int, seconds: float
+    open_study: Open,
+    run_part: RunPart,
+    cells: Sequence[Cell],
+    estimate: Estimate,
+    processes: int,
+    seconds: float,
 ) -> None:
-    """Run what there is time for; a job that finds no memory is left for another call.
+    """Run what there is time for, the longest jobs first, so that none is left alone at the end.
+
+    A job that finds no memory is left for another call.
 
     One process reads at a time: all of them together would not find the memory.
 
     Args:
         open_study: makes a process's own study; it and `run_part` travel there by name.
+        estimate: of how long the cells take.
         seconds: see `run_part`.
     """
     until = time.time() + seconds  # a clock that processes share
@@ -48,9 +60,9 @@ def run_side_by_side(
     with ProcessPoolExecutor(
         processes, spawn, initializer=_open, initargs=(open_study, spawn.Lock())
     ) as pool:
-        jobs = [pool.submit(_work, run_part, job, until) for job in jobs_of(cells)]
-        for job in as_completed(jobs):
-            job.result()
+        jobs = sorted(jobs_of(cells), key=estimate.total, reverse=True)
+        for done in as_completed([pool.submit(_work, run_part, job, until) for job in jobs]):
+            done.result()
 
 
 def _open(open_study: Open, reading: Lock) -> None:

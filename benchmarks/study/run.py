@@ -18,13 +18,14 @@ import argparse
 import hashlib
 import os
 import time
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import torch
 
-from benchmarks.study.cells import PARTS, Cell
+from benchmarks.study.cells import DENSE, MEASURED, PARTS, Cell
 from benchmarks.study.estimate import Estimate
 from benchmarks.study.pool import run_side_by_side
 from benchmarks.study.study import Study
@@ -37,12 +38,19 @@ from spin_trtllm.hosts.transformers import load_model
 AGAIN = os.EX_TEMPFAIL
 
 
-def open_study(checkpoint: Path, corpus: Path | None, output: Path, device: str) -> Study:
+def open_study(
+    checkpoint: Path,
+    corpus: Path | None,
+    output: Path,
+    device: str,
+    measured: frozenset[Cell] = frozenset(),
+) -> Study:
     """Load a model and the text.
 
     Args:
         corpus: whose held-out text is the filler; None takes the clone's Apache License.
         output: directory, made if it does not exist.
+        measured: see `Study`.
 
     Raises:
         SpinError: as the parts that it loads.
@@ -52,7 +60,7 @@ def open_study(checkpoint: Path, corpus: Path | None, output: Path, device: str)
     weights = " ".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
     filler = license_text() if corpus is None else load_corpus(corpus).held_out.tobytes()
     output.mkdir(parents=True, exist_ok=True)
-    return Study(model, weights, filler, output)
+    return Study(model, weights, filler, output, measured)
 
 
 def run_part(study: Study, part: tuple[Cell, ...], seconds: float) -> list[Cell]:
@@ -78,6 +86,12 @@ def run_part(study: Study, part: tuple[Cell, ...], seconds: float) -> list[Cell]
             left.remove(cell)
             print(_line(result, cell, len(part) - len(left), len(part)), flush=True)
     return left
+
+
+def measured_in(parts: Sequence[str]) -> frozenset[Cell]:
+    """Cells of these parts whose result must say what was skipped and missed."""
+    cells = (cell for name in parts if name in MEASURED for cell in PARTS[name])
+    return frozenset(cell for cell in cells if cell.method != DENSE[0])
 
 
 def estimate_of(study: Study, part: tuple[Cell, ...]) -> Estimate:
@@ -121,12 +135,20 @@ def main() -> None:
     try:
         checkpoint = arguments.checkpoint or tiny.checkpoint_path()
         opening = partial(
-            open_study, checkpoint, arguments.corpus, arguments.output, arguments.device
+            open_study,
+            checkpoint,
+            arguments.corpus,
+            arguments.output,
+            arguments.device,
+            measured_in(arguments.part),
         )
         study = opening()
         if not arguments.list and arguments.processes > 1:
             cells = study.left(part)
-            run_side_by_side(opening, run_part, cells, arguments.processes, arguments.seconds)
+            estimate = estimate_of(study, part)
+            run_side_by_side(
+                opening, run_part, cells, estimate, arguments.processes, arguments.seconds
+            )
         elif not arguments.list:
             run_part(study, part, arguments.seconds)
         left = study.left(part)

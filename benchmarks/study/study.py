@@ -17,7 +17,7 @@ import torch
 from benchmarks.study.cells import Cell, Question
 from benchmarks.study.decoding import Answer, Batch, answer, read_documents
 from benchmarks.study.documents import documents_of
-from benchmarks.study.methods import METHODS, Cost, model_geometry
+from benchmarks.study.methods import METHODS, Cost, Misses, model_geometry
 from benchmarks.study.speculation import speculate
 from spin_trtllm import __version__
 from spin_trtllm.config import SpinConfig, preset
@@ -37,6 +37,7 @@ class Study:
         weights: digests of the model's weights and configuration.
         filler: text around the facts, and to predict.
         output: directory of the results.
+        measured: cells whose result must say what was skipped and missed; others may.
         reading: held while documents are read, which takes far more memory than answering.
     """
 
@@ -44,6 +45,7 @@ class Study:
     weights: str
     filler: bytes
     output: Path
+    measured: frozenset[Cell] = frozenset()
     reading: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     def path(self, cell: Cell) -> Path:
@@ -64,7 +66,7 @@ class Study:
         return _digest([self.source, asdict(cell)])
 
     def result(self, cell: Cell) -> dict[str, Any] | None:
-        """A cell's result; None where there is none, or one of other inputs.
+        """A cell's result; None where there is none, or one of other inputs or fewer figures.
 
         Raises:
             SpinError: a file that is no result.
@@ -72,11 +74,18 @@ class Study:
         path = self.path(cell)
         try:
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return found if found["inputs"] == self.inputs(cell) else None
+            return None if self._lacks(cell, found) else found
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise SpinError(f"study: {str(path)!r} is no result: {error!r}") from error
+
+    def _lacks(self, cell: Cell, found: dict[str, Any]) -> bool:
+        """Whether a result is of other inputs, or was made before what is needed was recorded."""
+        if found["inputs"] != self.inputs(cell):
+            return True
+        totals = cell.question.drafts is not None and isinstance(found["accepted"], int)
+        return totals or (cell in self.measured and "mean_miss" not in found)
 
     def left(self, cells: Sequence[Cell]) -> list[Cell]:
         """Cells without a result."""
@@ -134,11 +143,11 @@ def _follow(
     ids = range(len(batch.documents))
     with METHODS[cell.method].on(model, ids, cell.setting) as run:
         answers = answer(model, batch, run)
-        cost = run.cost
+        cost, misses = run.cost, run.misses
     found: dict[str, Any] = {"steps": batch.steps}
     for name in (of.name for of in fields(Answer)):
         found[name] = [[getattr(one, name) for one in some] for some in answers]
-    return found, cost
+    return found | misses.to_dict(), cost
 
 
 def _speculate(
@@ -147,19 +156,22 @@ def _speculate(
     """Answers that were generated: a list for each document."""
     drafts = cell.question.drafts
     assert drafts is not None
-    found, cost = [], Cost()
+    found, cost, misses = [], Cost(), Misses()
     for number, batch in enumerate(batches):
         with METHODS[cell.method].on(model, [number], cell.setting, drafts=True) as run:
             found.append(speculate(model, batch, run, drafts=drafts))
             cost.add(run.cost)
+            misses.add(run.misses)
     rows = sorted({rows for one in found for rows in one.steps})
     return {
         "steps": sum(batch.steps for batch in batches),
         "right": [one.right for one in found],
         "tokens": [one.tokens for one in found],
         "steps_of_rows": {str(n): sum(one.steps.get(n, 0) for one in found) for n in rows},
-        "proposed": sum(one.proposed for one in found),
-        "accepted": sum(one.accepted for one in found),
+        "verifications": [sum(one.steps.values()) for one in found],
+        "proposed": [one.proposed for one in found],
+        "accepted": [one.accepted for one in found],
+        **misses.to_dict(),
     }, cost
 
 

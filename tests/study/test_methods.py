@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.study.decoding import answer, read_documents
 from benchmarks.study.documents import documents_of
-from benchmarks.study.methods import METHODS, Cost, HookedRun, Rule, model_geometry
+from benchmarks.study.methods import METHODS, Cost, HookedRun, Misses, Rule, model_geometry
 from benchmarks.study.methods.hisa import block_means
 from benchmarks.study.methods.layers import layer_targets
 from benchmarks.study.methods.streaming import Streaming
@@ -20,7 +20,8 @@ from spin_trtllm.hosts.transformers.hooks import find_indexers
 HALF = {"index_cache": 2, "head_subset": 2}  # settings at which half of something is left out
 NOTHING = {"index_cache": 1, "head_subset": 16}  # and nothing; sparsities are 0.5 and 0
 ALWAYS_SKIPS = "previous_picks"
-TOO_SHORT = "spin_64"  # these documents have two or three of its blocks: all of them stay
+# These documents have two or three of their blocks: all of them stay.
+TOO_SHORT = ("spin_64", "spin_64_unexplored")
 
 
 class NoMethod:
@@ -66,7 +67,7 @@ def test_a_method_that_keeps_all_is_dense_bit_for_bit(name, model, recall):
     assert cost.keys == cost.dense_keys > 0
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("dense", TOO_SHORT)])
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("dense", *TOO_SHORT)])
 def test_a_method_that_skips_is_not_dense(name, model, recall):
     """Else the test above would show nothing."""
     answers, cost = run(model, recall, name, HALF.get(name, 0.5))
@@ -78,10 +79,46 @@ def test_a_method_that_skips_is_not_dense(name, model, recall):
 @pytest.mark.parametrize("documents", ["recall", "dialogue"])
 def test_spin_as_a_rule_is_spin_of_the_session(name, documents, model, request):
     batch = request.getfixturevalue(documents)
-    session, session_cost = run(model, batch, name, 0.5)
-    rule, rule_cost = run(model, batch, name, 0.5, drafts=True)
-    assert rule == session
-    assert rule_cost == session_cost
+    with METHODS[name].on(model, range(len(batch.documents)), 0.5) as session:
+        expected = answer(model, batch, session)
+    with METHODS[name].on(model, range(len(batch.documents)), 0.5, drafts=True) as rule:
+        assert answer(model, batch, rule) == expected
+    assert rule.cost == session.cost
+    assert rule.misses.rates == session.misses.rates
+    assert any(rate > 0 for rates in rule.misses.rates.values() for rate in rates)
+    assert rule.misses.entries == session.misses.entries > 0
+    assert rule.misses.skipped == pytest.approx(session.misses.skipped)
+
+
+def test_settings_of_spin_change_what_they_name(model):
+    def config(name):
+        with METHODS[name].on(model, [0], 0.5) as found:
+            return found._session.config.to_dict()
+
+    def changed(name, other="spin"):
+        before = config(other)
+        return {key: value for key, value in config(name).items() if value != before[key]}
+
+    assert changed("spin_unexplored") == {"exploration_policy": "none"}
+    assert changed("spin_64_unexplored", "spin_64") == {"exploration_policy": "none"}
+    assert changed("spin_query_30") == {"query_share": 0.3}
+    assert changed("spin_row0_mask") == {"mask_policy": "row0"}
+    assert changed("spin_row0_update") == {"update_policy": "row0"}
+
+
+def test_misses_of_several_runs_are_those_of_one():
+    first = Misses(2, 0.5, {1: [0.0, 0.5], 3: [0.25, 0.25]})
+    total = Misses()
+    assert total.to_dict() == {}
+    total.add(first)
+    total.add(Misses(2, 1.5, {3: [1.0], 5: [0.0]}))
+    assert first.rates[3] == [0.25, 0.25]
+    assert total.to_dict() == {
+        "realized_sparsity": 0.5,
+        "mean_miss": pytest.approx(1 / 3),
+        "p99_miss": pytest.approx(0.975),
+        "p99_miss_layer_mean": pytest.approx((0.495 + 0.985 + 0) / 3),
+    }
 
 
 def test_the_session_takes_one_row_a_step(model):
@@ -100,6 +137,8 @@ LITERAL = {
     "spin": Cost(512, 384, 0, 3_584, 8_192, 6_144),
     # Of eight blocks the oldest and the newest are kept unseen: six pooled keys four times.
     "spin_query": Cost(512, 384, 24, 3_584, 8_192, 6_528),
+    "spin_unexplored": Cost(512, 384, 0, 3_584, 8_192, 6_144),
+    "spin_query_30": Cost(512, 384, 24, 3_584, 8_192, 6_528),
     "spin_layers": Cost(512, 384, 0, 3_584, 8_192, 6_144),  # two blocks and six: as many as SPIN's
     "streaming": Cost(512, 256, 0, 0, 8_192, 4_096),
     "tisa": Cost(512, 384, 0, 128 * 2, 8_192, 6_144),  # 128 cached scores of two bytes

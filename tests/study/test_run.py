@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import json
 import sys
 from functools import partial
 
@@ -11,12 +12,12 @@ import torch
 
 from benchmarks.study import pool
 from benchmarks.study import run as command
-from benchmarks.study.cells import DENSE, PARTS, Cell, Question
+from benchmarks.study.cells import DENSE, LENGTHS_BYTES, MEASURED, PARTS, Cell, Question
 from benchmarks.study.documents import NAMES, documents_of
 from benchmarks.study.estimate import Estimate
 from benchmarks.study.methods import METHODS
 from benchmarks.study.pool import CELLS_OF_A_JOB, jobs_of, run_side_by_side
-from benchmarks.study.run import AGAIN, open_study, run_part
+from benchmarks.study.run import AGAIN, measured_in, open_study, run_part
 from benchmarks.study.study import Study
 from spin_trtllm import tiny
 from spin_trtllm.errors import SpinError
@@ -108,11 +109,60 @@ def test_drafts_run_document_by_document(study):
     assert run_part(study, part, float("inf")) == []
     dense, half = (study.result(cell) for cell in part)
     assert [len(tokens) for tokens in dense["tokens"]] == [40, 40]
-    assert dense["proposed"] > 0
-    assert dense["proposed"] == sum(
-        (int(rows) - 1) * steps for rows, steps in dense["steps_of_rows"].items()
-    )
+    steps = {int(rows): steps for rows, steps in dense["steps_of_rows"].items()}
+    assert [len(dense[name]) for name in ("verifications", "proposed", "accepted")] == [2, 2, 2]
+    assert min(dense["proposed"]) > 0
+    assert sum(dense["proposed"]) == sum((rows - 1) * number for rows, number in steps.items())
+    assert sum(dense["verifications"]) == sum(steps.values())
+    for said, verified, accepted in zip(
+        dense["tokens"], dense["verifications"], dense["accepted"], strict=True
+    ):
+        assert len(said) == 1 + verified + accepted  # the first follows from the text
     assert half["cost"]["keys"] < half["cost"]["dense_keys"]
+
+
+def test_drafts_that_were_only_counted_together_are_left(study):
+    """As results were written once."""
+    (cell,) = part = (Cell(DRAFTS, *DENSE),)
+    run_part(study, part, float("inf"))
+    found = study.result(cell)
+    totals = {name: sum(found[name]) for name in ("proposed", "accepted")}
+    study.path(cell).write_text(json.dumps(found | totals))
+    assert study.left(part) == [cell]
+
+
+def test_spin_says_what_it_missed(study):
+    cells = [Cell(q, m, 0.5) for q in (TEXT, DRAFTS) for m in ("spin", "spin_unexplored")]
+    dense = [Cell(TEXT, *DENSE), Cell(TEXT, "streaming", 0.5)]
+    run_part(study, (*cells, *dense), float("inf"))
+    for cell in cells:
+        found = study.result(cell)
+        assert 0.3 < found["realized_sparsity"] < 0.6
+        assert 0 < found["mean_miss"] < found["p99_miss"] <= 1
+    assert not any("mean_miss" in study.result(cell) for cell in dense)
+
+
+def test_a_part_may_ask_for_misses(study):
+    """Results without them are good for all others."""
+    cell = Cell(TEXT, "spin", 0.5)
+    run_part(study, (cell,), float("inf"))
+    asking = dataclasses.replace(study, measured=frozenset([cell]))
+    assert asking.left([cell]) == []
+    found = study.result(cell)
+    del found["mean_miss"]
+    study.path(cell).write_text(json.dumps(found))
+    assert study.left([cell]) == []
+    assert asking.left([cell]) == [cell]
+
+
+def test_the_paper_s_part_asks_for_misses():
+    measured = measured_in(["paper", "curve-8k"])
+    assert {cell.method for cell in PARTS["paper"]} - {cell.method for cell in measured} == {
+        "dense"
+    }
+    assert measured < set(PARTS["paper"])
+    assert measured_in(["curve-8k"]) == frozenset()
+    assert set(MEASURED) <= set(PARTS)
 
 
 def test_command_lists_runs_and_refuses(study, monkeypatch, capsys):
@@ -148,6 +198,17 @@ def test_every_cell_can_be_run_and_has_its_dense_one():
     assert {cell.question for cell in cells} == dense
 
 
+def test_hard_tasks_are_asked_once_at_every_length():
+    asked = {cell.question for cell in PARTS["hard"]}
+    assert {(one.task, one.context_bytes) for one in asked} == {
+        (task, length)
+        for task in ("multi_value", "multi_needle", "variable_tracking")
+        for length in LENGTHS_BYTES
+    }
+    assert len(asked) == 12
+    assert {cell.question for cell in PARTS["hard-rivals"]} < asked
+
+
 def test_estimates_follow_what_was_measured():
     guess = Estimate("cpu").cell(PART[0])
     measured = Estimate("cpu", [(PART[0], 3 * guess), (PART[1], 3 * guess)])
@@ -175,7 +236,7 @@ def test_the_documents_of_every_cell_can_be_written(part):
 def test_processes_run_the_same_cells(study, tmp_path):
     """Each process opens the study anew, so this one needs a checkpoint on disk."""
     opening = partial(open_study, tiny.checkpoint_path(), None, tmp_path / "pool", "cpu")
-    run_side_by_side(opening, run_part, PART, 2, float("inf"))
+    run_side_by_side(opening, run_part, PART, Estimate("cpu"), 2, float("inf"))
     alone = dataclasses.replace(opening(), output=tmp_path / "alone")
     alone.output.mkdir()
     run_part(alone, PART, float("inf"))
@@ -194,7 +255,7 @@ def reads_alone(study, part, seconds):
 
 def test_one_process_reads_at_a_time(tmp_path):
     opening = partial(open_study, tiny.checkpoint_path(), None, tmp_path, "cpu")
-    run_side_by_side(opening, reads_alone, PART, 2, float("inf"))
+    run_side_by_side(opening, reads_alone, PART, Estimate("cpu"), 2, float("inf"))
 
 
 def test_documents_are_read_under_the_lock(study, monkeypatch):
@@ -213,7 +274,7 @@ def test_documents_are_read_under_the_lock(study, monkeypatch):
 
 def test_processes_stop_for_their_seconds_too(study, tmp_path):
     opening = partial(open_study, tiny.checkpoint_path(), None, tmp_path, "cpu")
-    run_side_by_side(opening, run_part, PART, 1, 0.0)
+    run_side_by_side(opening, run_part, PART, Estimate("cpu"), 1, 0.0)
     assert opening().left(PART) == list(PART)
 
 
@@ -223,6 +284,31 @@ def test_jobs_are_the_cells_in_order_of_one_question_each():
     assert sum(jobs, ()) == cells
     assert all(len({cell.question for cell in job}) == 1 for job in jobs)
     assert max(map(len, jobs)) <= CELLS_OF_A_JOB
+
+
+def test_jobs_share_a_reading_and_those_with_drafts_do_not():
+    cells = [Cell(question, *DENSE) for question in (RECALL, DRAFTS, TEXT)]
+    more = [Cell(question, "spin", 0.5) for question in (RECALL, DRAFTS, TEXT)]
+    assert [[cell.question for cell in job] for job in jobs_of(cells + more)] == [
+        [RECALL, RECALL],
+        [DRAFTS],
+        [DRAFTS],
+        [TEXT, TEXT],
+    ]
+
+
+def asks(study, part, seconds):
+    """Stands for `run_part` in a process: leaves a file, in the order of the calls."""
+    number = len(list(study.output.iterdir()))
+    (study.output / f"{number}-{part[0].question.task}").touch()
+
+
+def test_long_jobs_come_first(tmp_path):
+    long, short = Question("text", 500, 2, 90), Question("recall", 500, 2, 1)
+    cells = [Cell(question, *DENSE) for question in (short, long)]
+    opening = partial(open_study, tiny.checkpoint_path(), None, tmp_path, "cpu")
+    run_side_by_side(opening, asks, cells, Estimate("cpu"), 1, float("inf"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-text", "1-recall"]
 
 
 def test_a_job_without_memory_is_left(study, monkeypatch, capsys):

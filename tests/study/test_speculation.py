@@ -106,6 +106,50 @@ def test_a_method_that_skips_takes_drafts(name, model, filler, proposing):
     assert cost.keys < cost.dense_keys
 
 
+def test_policies_of_drafts(model, filler, proposing):
+    """Row 0's blocks are fewer than those of all rows; what is learnt changes what is kept."""
+    tokens = proposing(wrong=3)
+    batch = read(model, filler)
+    runs = {}
+    for name in ("spin", "spin_row0_mask", "spin_row0_update"):
+        with METHODS[name].on(model, [0], 0.5, drafts=True) as found:
+            assert speculate(model, batch, found, drafts=3).accepted > 0
+        runs[name] = found
+    keys = {name: found.cost.keys / found.cost.dense_keys for name, found in runs.items()}
+    assert keys["spin_row0_mask"] < keys["spin"]
+    assert runs["spin_row0_update"].misses.rates != runs["spin"].misses.rates
+    assert len(tokens) == TOKENS
+
+
+def test_rows_of_drafts_are_measured(model, filler, proposing):
+    """Of a step of four rows, what each row would read dense and its blocks do not hold."""
+    proposing(wrong=10**6)
+    batch = read(model, filler)
+    kept, missed = {}, []
+    with METHODS["spin"].on(model, [0], 0.5, drafts=True) as found:
+        rule = found._rule
+        learn, keep = rule.learn, rule.keep
+
+        def keeps(step):
+            kept[step.layer] = keep(step)
+            return kept[step.layer]
+
+        def learns(step, scores, accepted):
+            if step.layer == 1:
+                dense = step.score(step.keys)[0]
+                for row, position in enumerate(step.positions_tokens[0].tolist()):
+                    slots = dense[row, : (position + 1) // 4].topk(16).indices
+                    out = sum(not kept[1][0, slot // 16] for slot in slots.tolist())
+                    missed.append(out / 16)
+            learn(step, scores, accepted)
+
+        rule.keep, rule.learn = keeps, learns
+        speculate(model, batch, found, drafts=3)
+    assert sum(missed[:4]) == 0  # the first step is cold, and does not count
+    assert found.misses.rates[1] == pytest.approx(missed[4:])
+    assert sum(missed) > 0
+
+
 def test_questions_are_fed_and_answers_generated(model, filler):
     batch = read(model, filler, "recall", queries=2)
     found, cost = run(model, batch)

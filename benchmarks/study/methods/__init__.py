@@ -25,6 +25,7 @@ from benchmarks.study.methods.hisa import Hisa
 from benchmarks.study.methods.hooked import HookedRun, model_geometry
 from benchmarks.study.methods.index_cache import IndexCache
 from benchmarks.study.methods.layers import layer_targets
+from benchmarks.study.methods.misses import Misses
 from benchmarks.study.methods.previous_picks import PreviousPicks
 from benchmarks.study.methods.rule import Rule
 from benchmarks.study.methods.spin import SpinRule, SpinRun
@@ -40,6 +41,7 @@ __all__ = [
     "Geometry",
     "HookedRun",
     "Method",
+    "Misses",
     "Rule",
     "Run",
     "SpinRule",
@@ -56,6 +58,10 @@ class Run(Protocol):
     @property
     def cost(self) -> Cost:
         """What was read so far."""
+
+    @property
+    def misses(self) -> Misses:
+        """What was skipped and missed so far; empty of a method that does not measure it."""
 
     def __enter__(self) -> Run: ...
     def __exit__(

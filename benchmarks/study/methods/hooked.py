@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.study.methods.misses import Misses
 from benchmarks.study.methods.rule import Rule
 from benchmarks.study.methods.step import Cost, Geometry, Step
 from spin_trtllm.hosts.transformers.hooks import find_indexers, geometry_of, scorer_of
@@ -69,6 +70,11 @@ class HookedRun:
     ) -> None:
         for handle in self._handles:
             handle.remove()
+
+    @property
+    def misses(self) -> Misses:
+        """What was skipped and missed so far; empty of a rule that does not measure it."""
+        return self._rule.misses
 
     @contextmanager
     def reading(self) -> Iterator[None]:

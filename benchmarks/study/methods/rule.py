@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks.study.methods.misses import Misses
 from benchmarks.study.methods.step import Cost, Step
 from spin_trtllm.geometry import block_budget
 from spin_trtllm.reference.predict_blocks import NEVER
@@ -22,6 +23,11 @@ class Rule:
     """
 
     block_size_slots = 16  # a quarter of the tiny model's top-k; in V4-Flash it is an eighth
+
+    @property
+    def misses(self) -> Misses:
+        """What was skipped and missed so far; empty of a rule that does not measure it."""
+        return Misses()
 
     def keep(self, step: Step) -> Tensor | None:
         """Blocks to score: bool `[S, B]`, or None for all."""

@@ -16,16 +16,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.study.methods.hooked import model_geometry
+from benchmarks.study.methods.misses import Misses
 from benchmarks.study.methods.rule import Rule
 from benchmarks.study.methods.step import Cost, Step
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError, refuse
-from spin_trtllm.geometry import visible_slots
+from spin_trtllm.geometry import count_blocks, visible_slots
 from spin_trtllm.hosts.transformers import config_of, enable
-from spin_trtllm.hosts.transformers.call import head_weights
+from spin_trtllm.hosts.transformers.call import head_weights, miss_rates
 from spin_trtllm.hosts.transformers.hooks import find_indexers
 from spin_trtllm.reference import pool_keys, score_blocks
 from spin_trtllm.reference.pool_keys import pooled_keys_read
+from spin_trtllm.reference.topk_slots import best_slots, expand_blocks
 from spin_trtllm.state import SpinState
 from spin_trtllm.step import SpinStep, StepPlan
 
@@ -43,6 +45,7 @@ class SpinRun:
             config,
             max_sequences=len(sequence_ids),
             sequence_ids=sequence_ids,
+            probe=True,
             strict=True,
         )
 
@@ -78,6 +81,13 @@ class SpinRun:
             products=(stats.spin_slots_scored + stats.pooled_keys_read) * heads,
         )
 
+    @property
+    def misses(self) -> Misses:
+        """What was skipped and missed so far."""
+        stats = self._session.stats
+        entries = stats.warm_entries
+        return Misses(entries, entries * (stats.realized_sparsity or 0.0), stats.misses)
+
     def reading(self) -> nullcontext[None]:
         """The session knows by itself that a call of several tokens reads text."""
         return nullcontext()
@@ -102,6 +112,7 @@ class SpinRule(Rule):
     ) -> None:
         geometry, indexers = model_geometry(model), find_indexers(model)
         self.block_size_slots = config.block_size
+        self._misses = Misses()
         self._ids = list(sequence_ids)
         self._plans: dict[int, StepPlan] = {}
         self._state = SpinState(
@@ -112,6 +123,11 @@ class SpinRule(Rule):
             device=next(model.parameters()).device,
         )
         self._step = SpinStep(config.with_top_k(geometry.top_k), self._state, ratio=geometry.ratio)
+
+    @property
+    def misses(self) -> Misses:
+        """What was skipped and missed so far."""
+        return self._misses
 
     def forget(self) -> None:
         """Every sequence is cold (SPEC 3)."""
@@ -129,6 +145,7 @@ class SpinRule(Rule):
     def learn(self, step: Step, scores: Tensor, accepted: int) -> None:
         """SPEC 5."""
         plan = self._plans[step.layer]
+        self._measure(step, plan, scores)
         self._step.observe(plan, scores, torch.full_like(plan.lanes, accepted))
 
     def extra_cost(self, step: Step, kept_slots: int) -> Cost:
@@ -143,6 +160,22 @@ class SpinRule(Rule):
             pooled_keys=pooled,
             products=pooled * step.geometry.heads * step.rows,
             state_bytes=_state_bytes(config, step.sequences * step.slots, kept_slots),
+        )
+
+    def _measure(self, step: Step, plan: StepPlan, scores: Tensor) -> None:
+        """Compare with all scores: SPIN's own in kept slots, the dense scorer's in the others."""
+        kept = expand_blocks(plan.selection.blocks, step.slots, self.block_size_slots)
+        dense = torch.where(kept.unsqueeze(1), scores, step.score(step.keys))
+        truth = best_slots(dense, step.visible, step.geometry.top_k)[plan.warm]
+        rows = kept[plan.warm].repeat_interleave(step.rows, 0)
+        blocks = count_blocks(step.slots, self.block_size_slots)
+        kept_blocks = plan.selection.blocks[plan.warm].sum(1).double()
+        self._misses.add(
+            Misses(
+                entries=len(kept_blocks),
+                skipped=float((1 - kept_blocks / blocks).sum()),
+                rates={step.layer: miss_rates(truth.flatten(0, 1), rows).tolist()},
+            )
         )
 
     def _query_scores(self, step: Step) -> Tensor | None:
