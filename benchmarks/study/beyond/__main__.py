@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.study.beyond.arms import ARMS, SPARSITIES, Arm
+from benchmarks.study.beyond.arms import ARMS, Arm
 from benchmarks.study.beyond.capture import TASKS, capture, trace_path
 from benchmarks.study.beyond.findings import ByTarget, find, layer_targets
 from benchmarks.study.beyond.measure import Document, Figures, load, measure, save
@@ -55,21 +55,22 @@ class Sweep:
         return self.output / "traces"
 
     def figures(self, name: str, truths: Sequence[Document], known: ByTarget) -> ByTarget:
-        """An arm's figures, measured now unless they are there.
+        """An arm's figures by target, measured now unless they are there.
 
         Args:
             truths: of the documents; known: figures of the arm that it is calibrated on, if any.
         """
-        arm = ARMS[name]
-        path = self.output / "figures" / f"{self._digest(name, arm)}.npz"
+        return [self._at(name, target, truths, known) for target in ARMS[name].targets]
+
+    def _at(
+        self, name: str, target: float, truths: Sequence[Document], known: ByTarget
+    ) -> list[Figures]:
+        arm, path = ARMS[name], self.path(name, target)
         if not path.exists():
-            found = [
-                [self._measure(arm, n, truths, known, target) for n in range(len(truths))]
-                for target in SPARSITIES
-            ]
             path.parent.mkdir(parents=True, exist_ok=True)
-            save(path, found)
-        return load(path, len(SPARSITIES), len(truths))
+            numbers = range(len(truths))
+            save(path, [self._measure(arm, n, truths, known, target) for n in numbers])
+        return load(path, len(truths))
 
     def _measure(
         self,
@@ -83,29 +84,21 @@ class Sweep:
         config = arm.config(target)
         if arm.by_layer is not None:  # from the documents of the other parity
             others = range((number + 1) % 2, len(truths), 2)
-            targets = layer_targets(known, others, target)
+            targets = layer_targets(known, others, target, ARMS[arm.by_layer].targets)
             config = replace(config, layer_sparsity=dict(zip(trace.layers, targets, strict=True)))
         policy = arm.make(config, trace)
         return measure(policy, trace, truths[number], arm, self.key_bytes)
 
-    def _digest(self, name: str, arm: Arm) -> str:
-        facts = [
-            VERSION,
-            __version__,
-            name,
-            asdict(arm.config(0.0)),
-            arm.bytes_a_slot,
-            arm.by_layer,
-        ]
-        facts += [SPARSITIES, self.key_bytes, list(self.documents), self._traces_digest()]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-
-    def _traces_digest(self) -> str:
-        sizes = [
-            (path.name, path.stat().st_size, path.stat().st_mtime_ns)
-            for path in sorted(self.traces.glob("*.safetensors"))
-        ]
-        return hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
+    def path(self, name: str, target: float) -> Path:
+        """Where the figures of an arm at a target are, by all that decides them."""
+        arm = ARMS[name]
+        facts = [VERSION, __version__, name, asdict(arm.config(target)), arm.bytes_a_slot]
+        facts += [arm.by_layer and (arm.by_layer, ARMS[arm.by_layer].targets), self.key_bytes]
+        for document in self.documents:
+            path = trace_path(self.traces, *document, arm.view)
+            facts.append((path.name, path.stat().st_size, path.stat().st_mtime_ns))
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        return self.output / "figures" / f"{digest[:32]}.npz"
 
 
 def run(sweep: Sweep) -> dict:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
-from benchmarks.study.beyond.capture import VIEWS
+from benchmarks.study.beyond.capture import VIEWS, View
+from benchmarks.study.beyond.rivals import RulePolicy
 from benchmarks.study.beyond.variants import (
     E4m3State,
     Log8State,
@@ -17,13 +18,23 @@ from benchmarks.study.beyond.variants import (
     VerticalLog8,
     VerticalOnly,
 )
+from benchmarks.study.methods.heavy_hitters import SUM_BYTES, HeavyHitters
+from benchmarks.study.methods.index_cache import IndexCache
+from benchmarks.study.methods.previous_picks import PreviousPicks
+from benchmarks.study.methods.rule import Rule
+from benchmarks.study.methods.streaming import Streaming
+from benchmarks.study.methods.tisa import SCORE_BYTES, Tisa
 from spin_trtllm.config import SpinConfig, preset
 from spin_trtllm.replay.policies import Policy, SpinPolicy
 
 SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.65)
+DEEP = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.65, 0.8, 0.9)  # of what may become a default
+DEFAULT_BLOCKS = (16, 64)  # of the study, and the smallest that TensorRT-LLM's kernels can skip
+OPTIONS = {"block_size", "exploration", "exploration_policy", "query_share", "state_dtype"}
 BASELINE = "spin"
 
 MakePolicy = Callable[..., Policy]  # of a configuration and a trace
+LOG8 = partial(SpinPolicy, variant=Log8State)  # as `state_dtype: log8` decides
 
 
 @dataclass(frozen=True)
@@ -34,10 +45,13 @@ class Arm:
         group: what it varies, a heading of the table.
         changes: fields of the baseline's configuration.
         make: its policy.
-        averages: of every slot that are stored: V and D, V, or none.
+        averages: of every slot that are stored: V and D, V, or none; a rival's sums or scores.
         average_bytes: of one of them; None: what the configuration stores.
         by_layer: the arm whose misses on other documents decide the target of each layer; None: all
             layers have the same.
+        fp8_pooled_keys: whether the query ranks by pooled keys rounded as they are counted.
+        fixed: whether it has no target: there is one setting.
+        against: another arm that it is compared with, besides the baseline.
     """
 
     group: str
@@ -46,16 +60,44 @@ class Arm:
     averages: int = 2
     average_bytes: int | None = None
     by_layer: str | None = None
+    fp8_pooled_keys: bool = False
+    fixed: bool = False
+    against: str | None = None
 
     def config(self, target_sparsity: float) -> SpinConfig:
         """Settled but for the top-k."""
         return replace(baseline(), **self.changes, target_sparsity=target_sparsity)
 
     @property
-    def view(self) -> tuple[int, str]:
+    def targets(self) -> tuple[float, ...]:
+        """Target sparsities that are run."""
+        if self.fixed:
+            return (0.0,)
+        return DEEP if self.default_block_slots else SPARSITIES
+
+    @property
+    def default_block_slots(self) -> int | None:
+        """Block size, of `DEFAULT_BLOCKS`, if it may be a default, which takes `OPTIONS` alone.
+
+        No option spares the averages of a query that ranks alone, so `averages=0` is none.
+        """
+        options = self.make in (SpinPolicy, LOG8) and self.averages and not self.fp8_pooled_keys
+        block_slots = self.config(0.0).block_size
+        possible = options and set(self.changes) <= OPTIONS and block_slots in DEFAULT_BLOCKS
+        return block_slots if possible else None
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether a default runs under TensorRT-LLM, too."""
+        return self.make is SpinPolicy and not self.config(0.0).query_share_ppm
+
+    @property
+    def view(self) -> View:
         """Of `VIEWS`: which trace it needs."""
         config = self.config(0.0)
-        return (config.block_size, config.query_pooling) if config.query_share_ppm else VIEWS[0]
+        if not config.query_share_ppm:
+            return VIEWS[0]
+        return View(config.block_size, config.query_pooling, self.fp8_pooled_keys)
 
     @property
     def bytes_a_slot(self) -> int:
@@ -76,35 +118,88 @@ def _variant(step: type, **options: Any) -> Arm:
     return Arm(changes=changes, make=partial(SpinPolicy, variant=step), **options)
 
 
-def _query(share: float, **changes: Any) -> Arm:
-    return Arm("query", {"query_share": share, **changes})
+def _log8(arm: Arm) -> Arm:
+    """The same with averages in eight logarithmic bits."""
+    changes = {**arm.changes, "state_dtype": "fp32"}
+    return replace(arm, changes=changes, make=LOG8, average_bytes=1)
 
 
+def _query(share: float, against: str | None = None, **changes: Any) -> Arm:
+    return Arm("query", {"query_share": share, **changes}, against=against)
+
+
+def _by_layer(arms: Mapping[str, Arm]) -> dict[str, Arm]:
+    """The same with a target for each layer, by each arm's own misses."""
+    return {
+        f"{name}, budget by layer".removeprefix(f"{BASELINE}, "): replace(
+            arm, group="adaptive", by_layer=name
+        )
+        for name, arm in arms.items()
+    }
+
+
+def _options(plain: str, **changes: Any) -> dict[str, Arm]:
+    """What options of `SpinConfig` make together of plain SPIN with one block size."""
+    here = "" if plain == BASELINE else f", {plain}"
+    history, half = Arm("block size", changes), _query(0.5, **changes)
+    arms = {
+        f"log 8 bit{here}": replace(_log8(history), group="state"),
+        f"query 0.5{here}": half,
+        f"query 0.5, log 8 bit{here}": _log8(half),
+        # As the option has it: the averages that nothing asks are read and written all the same.
+        f"query 1{here}": _query(1.0, exploration_policy="none", **changes),
+    }
+    arms |= _by_layer({plain: history, **arms})
+    return {name: replace(arm, against=plain) for name, arm in arms.items()} if here else arms
+
+
+def _rival(rule: Callable[[int], Rule], *, fixed: bool = False, slot_bytes: int = 0) -> Arm:
+    return Arm(
+        "rival",
+        make=partial(RulePolicy, rule),
+        averages=1 if slot_bytes else 0,
+        average_bytes=slot_bytes or None,
+        fixed=fixed,
+    )
+
+
+_HALF = "query 0.5"  # which other merges and pooled keys are compared with
+_MERGES = {"union": {"query_merge": "union"}, "max": {"query_merge": "max"}}
+_MINMAX = {"query_pooling": "minmax"}
 # No history at all: HISA's rule, but for the budget.
 _QUERY_ALONE = Arm("query", {"query_share": 1.0, "exploration_policy": "none"}, averages=0)
+_VERTICAL_LOG8 = _variant(VerticalLog8, group="state", averages=1, average_bytes=1)
+_OPTIONS, _OPTIONS_64 = _options(BASELINE), _options("block 64", block_size=64)
 
 ARMS: dict[str, Arm] = {
     BASELINE: Arm("baseline"),
     **{f"block {b}": Arm("block size", {"block_size": b}) for b in (8, 32, 64)},
     "fp32": Arm("state", {"state_dtype": "fp32"}),
     "fp8 e4m3": _variant(E4m3State, group="state", average_bytes=1),
-    "log 8 bit": _variant(Log8State, group="state", average_bytes=1),
+    "log 8 bit": _OPTIONS["log 8 bit"],
     "vertical": _variant(VerticalOnly, group="state", averages=1),
-    "vertical, log 8 bit": _variant(VerticalLog8, group="state", averages=1, average_bytes=1),
-    **{f"decay {a:g}": Arm("decay", {"ema_decay": a}) for a in (0.7, 0.9, 0.99)},
+    "vertical, log 8 bit": _VERTICAL_LOG8,
+    **{f"decay {a:g}": Arm("decay", {"ema_decay": a}) for a in (0.0, 0.3, 0.7, 0.9, 0.99)},
     "explore none": Arm("exploration", {"exploration_policy": "none"}),
     **{f"explore {g:g}": Arm("exploration", {"exploration": g}) for g in (0.1, 0.2)},
     **{f"query {q:g}": _query(q) for q in (0.1, 0.2, 0.3, 0.5)},
-    "query 0.3, union": _query(0.3, query_merge="union"),
-    **{f"query {q:g}, max": _query(q, query_merge="max") for q in (0.3, 0.5)},
-    "query 0.3, minmax": _query(0.3, query_pooling="minmax"),
+    **{f"query 0.3, {name}": _query(0.3, **merge) for name, merge in _MERGES.items()},
+    "query 0.3, minmax": _query(0.3, **_MINMAX),
+    **{f"{_HALF}, {name}": _query(0.5, _HALF, **merge) for name, merge in _MERGES.items()},
+    f"{_HALF}, minmax": _query(0.5, _HALF, **_MINMAX),
+    **{
+        f"{_HALF}, {name}, minmax": _query(0.5, _HALF, **merge, **_MINMAX)
+        for name, merge in _MERGES.items()
+    },
+    f"{_HALF}, fp8 pooled keys": replace(_query(0.5, _HALF), fp8_pooled_keys=True),
     **{f"query {q:g}, block {b}": _query(q, block_size=b) for q in (0.3, 0.5) for b in (8, 32)},
+    "query 0.3, block 64": _query(0.3, "block 64", block_size=64),
     "query alone": _QUERY_ALONE,
     **{
         f"query alone, block {b}": replace(
             _QUERY_ALONE, changes={**_QUERY_ALONE.changes, "block_size": b}
         )
-        for b in (8, 32)
+        for b in (8, 32, 64)
     },
     **{
         f"query {q:g}, vertical, log 8 bit": _variant(
@@ -112,16 +207,20 @@ ARMS: dict[str, Arm] = {
         )
         for q in (0.3, 0.5)
     },
-    "budget by layer": Arm("adaptive", by_layer=BASELINE),
-    "query 0.3, budget by layer": replace(_query(0.3), group="adaptive", by_layer="query 0.3"),
-    "query alone, budget by layer": replace(_QUERY_ALONE, group="adaptive", by_layer="query alone"),
-    "vertical, log 8 bit, budget by layer": _variant(
-        VerticalLog8,
-        group="adaptive",
-        averages=1,
-        average_bytes=1,
-        by_layer="vertical, log 8 bit",
+    **_OPTIONS,
+    **_by_layer(
+        {
+            "query 0.3": _query(0.3),
+            "query alone": _QUERY_ALONE,
+            "vertical, log 8 bit": _VERTICAL_LOG8,
+        }
     ),
+    **_OPTIONS_64,
     "budget by newest": Arm("adaptive", make=NewestRead),
     "budget by surprise": Arm("adaptive", make=Surprise),
+    "streaming": _rival(Streaming),
+    "tisa": _rival(Tisa, slot_bytes=SCORE_BYTES),
+    "heavy hitters": _rival(HeavyHitters, slot_bytes=SUM_BYTES),
+    "previous picks": _rival(lambda _: PreviousPicks(), fixed=True),
+    **{f"index cache {n}": _rival(lambda _, n=n: IndexCache(n), fixed=True) for n in (2, 4)},
 }

@@ -1,34 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces of dense decoding along true answers, with what each query said of pooled blocks.
 
-A trace holds query scores of one block size and one pooling, so every document is decoded once for
-each of `VIEWS`. At sparsity 0 nothing is skipped: all its traces have the same scores.
+A trace holds query scores of one kind of pooled keys, so every document is decoded once for each of
+`VIEWS`. At sparsity 0 nothing is skipped: all its traces have the same scores.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from benchmarks.study.decoding import Batch, read_documents, side_by_side
 from benchmarks.study.documents import documents_of
 from spin_trtllm.config import SpinConfig, preset
 from spin_trtllm.generate import forward
-from spin_trtllm.hosts.transformers import enable
+from spin_trtllm.hosts.transformers import decoder, enable
+from spin_trtllm.reference import quantize_query, score_blocks
 
-VIEWS = ((16, "mean"), (8, "mean"), (32, "mean"), (64, "mean"), (16, "minmax"))
+
+class View(NamedTuple):
+    """Whose pooled keys the queries were asked about.
+
+    Attributes:
+        block_size_slots: slots a block.
+        pooling: `mean` or `minmax`.
+        fp8: whether pooled keys were rounded as they are counted; else they are the model's.
+    """
+
+    block_size_slots: int
+    pooling: str
+    fp8: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.block_size_slots}-{self.pooling}{'-fp8' if self.fp8 else ''}"
+
+
+VIEWS = (
+    View(16, "mean"),
+    View(8, "mean"),
+    View(32, "mean"),
+    View(64, "mean"),
+    View(16, "minmax"),
+    View(16, "mean", fp8=True),
+)
 TASKS = {"recall": 4, "text": 240}  # questions a document, about 240 decode steps of either
 SIDE_BY_SIDE = 4
 
 
-def trace_path(folder: Path, task: str, document: int, view: tuple[int, str] = VIEWS[0]) -> Path:
+def trace_path(folder: Path, task: str, document: int, view: View = VIEWS[0]) -> Path:
     """Where a document's trace is: by default the one that serves where no query ranks."""
-    block_size_slots, pooling = view
-    return folder / f"{task}-{document}-{block_size_slots}-{pooling}.safetensors"
+    return folder / f"{task}-{document}-{view}.safetensors"
 
 
 def capture(
@@ -72,7 +101,7 @@ def _capture_view(
     folder: Path,
     task: str,
     ids: list[int],
-    view: tuple[int, str],
+    view: View,
 ) -> Iterator[Path]:
     asked = side_by_side([turns[0] for turns in batch.documents]).to(batch.logits.device)
     cache = copy.deepcopy(batch.cache)
@@ -84,7 +113,7 @@ def _capture_view(
         capture=True,
         strict=True,
     )
-    with session:
+    with session, _rounding(view):
         for token in asked[:, :-1].split(1, 1):
             forward(model, token, cache)
     assert session.capture is not None
@@ -94,13 +123,29 @@ def _capture_view(
         yield path
 
 
-def dense_config(view: tuple[int, str]) -> SpinConfig:
+def to_fp8(keys: Tensor) -> Tensor:
+    """Keys `[S, B, P, D]` rounded to e4m3 with one power-of-two scale each, as served keys are."""
+    rounded, scales = quantize_query(keys, keys.new_ones(keys.shape[:-1], dtype=torch.float32))
+    return (rounded.float() * scales.unsqueeze(-1)).to(keys.dtype)
+
+
+def _rounding(view: View) -> AbstractContextManager[object]:
+    """The host's queries score rounded pooled keys in here, if the view has them."""
+    if not view.fp8:
+        return nullcontext()
+
+    def score(query: Tensor, weights: Tensor, pooled: Tensor) -> Tensor:
+        return score_blocks(query, weights, to_fp8(pooled))
+
+    return patch.object(decoder, "score_blocks", score)
+
+
+def dense_config(view: View) -> SpinConfig:
     """Nothing skipped, every block scored by the query all the same."""
-    block_size_slots, pooling = view
     return replace(
         preset("tiny-deepseek-v4"),
-        block_size=block_size_slots,
+        block_size=view.block_size_slots,
         target_sparsity=0.0,
         query_share=1.0,
-        query_pooling=pooling,
+        query_pooling=view.pooling,
     )

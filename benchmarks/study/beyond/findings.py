@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.study.beyond.arms import ARMS, BASELINE, SPARSITIES
+from benchmarks.study.beyond.arms import ARMS, BASELINE, SPARSITIES, Arm
 from benchmarks.study.beyond.measure import Figures
 from spin_trtllm.calibration.allocate import Curve, allocate
 from spin_trtllm.report.intervals import Estimate, interpolate, mean_of, p99_of
 from spin_trtllm.report.record import FloatArray
 
 EQUAL_AT = (0.2, 0.3, 0.4, 0.5)  # baseline's targets, whose bytes the others are given
+DEFAULTS_AT = (0.2, 0.4, 0.6, 0.8)  # the same, where a default is looked for
+BUDGETS = tuple(sorted({*EQUAL_AT, *DEFAULTS_AT}))
 PAPER = "block 64"  # the paper's block size: targets of EQUAL_AT, whose misses the others are given
 STATISTICS: dict[str, tuple[str, Callable[[Sequence[FloatArray]], Estimate]]] = {
     "mean_miss": ("miss", mean_of),
@@ -23,6 +25,7 @@ STATISTICS: dict[str, tuple[str, Callable[[Sequence[FloatArray]], Estimate]]] = 
 }
 
 ByTarget = Sequence[Sequence[Figures]]  # figures by target sparsity, then by document
+Estimates = Mapping[str, list[Estimate]]  # of each statistic, by target sparsity
 
 
 def find(figures: Mapping[str, ByTarget], tasks: Sequence[str]) -> dict[str, Any]:
@@ -33,8 +36,9 @@ def find(figures: Mapping[str, ByTarget], tasks: Sequence[str]) -> dict[str, Any
         tasks: of each document.
 
     Returns:
-        By task, `all` first, then by arm: `targets`, `equal_bytes` and, where the paper's blocks
-        are among the arms, `equal_misses`.
+        By task, `all` first, then by arm: `targets`; `equal_bytes` at `BUDGETS`, or where a fixed
+        arm reads as much as the baseline; `equal_misses`, where the paper's blocks are among the
+        arms and it has targets.
     """
     found = {}
     for task in ("all", *dict.fromkeys(tasks)):
@@ -43,14 +47,7 @@ def find(figures: Mapping[str, ByTarget], tasks: Sequence[str]) -> dict[str, Any
             name: _curve([[of_target[n] for n in chosen] for of_target in by_target])
             for name, by_target in figures.items()
         }
-        found[task] = {
-            name: {
-                "group": ARMS[name].group,
-                **_describe(curve, curves[BASELINE]),
-                "equal_misses": _as_good_as(curves[PAPER], curve) if PAPER in curves else [],
-            }
-            for name, curve in curves.items()
-        }
+        found[task] = {name: _describe(ARMS[name], name, curves) for name in curves}
     return found
 
 
@@ -64,40 +61,64 @@ def _curve(by_target: ByTarget) -> dict[str, list[Estimate]]:
     return curve | {"read": over("read", mean_of), "written": over("written", mean_of)}
 
 
-def _describe(
-    curve: Mapping[str, list[Estimate]], baseline: Mapping[str, list[Estimate]]
-) -> dict[str, Any]:
+def _describe(arm: Arm, name: str, curves: Mapping[str, Estimates]) -> dict[str, Any]:
+    curve, baseline = curves[name], curves[BASELINE]
     targets = [
-        {"target_sparsity": target}
-        | {name: _rounded(estimates[n]) for name, estimates in curve.items()}
-        for n, target in enumerate(SPARSITIES)
+        {"target_sparsity": None if arm.fixed else target}
+        | {key: _rounded(estimates[n]) for key, estimates in curve.items()}
+        for n, target in enumerate(arm.targets)
     ]
-    equal = []
-    for target in EQUAL_AT:
-        place = SPARSITIES.index(target)
-        bytes_read = baseline["read"][place]
-        row: dict[str, Any] = {"as_baseline_at": target, "read": _rounded(bytes_read)}
-        # Fewer bytes come with more sparsity: turned round, they rise.
-        read, sparsity = curve["read"][::-1], [_constant(s, bytes_read) for s in SPARSITIES[::-1]]
-        row["target_sparsity"] = _rounded(interpolate(read, sparsity, bytes_read))
-        for name in STATISTICS:
-            here = interpolate(read, curve[name][::-1], bytes_read)
-            row[name] = _rounded(here)
-            row[f"{name}_difference"] = _rounded(here - baseline[name][place])
-        equal.append(row)
-    return {"targets": targets, "equal_bytes": equal}
+    described = {"group": arm.group, "targets": targets, "equal_misses": []}
+    if arm.fixed:
+        return described | {"equal_bytes": [_as_spin_reads(curve, baseline)]}
+    if PAPER in curves:
+        described["equal_misses"] = _as_good_as(curves[PAPER], arm, curve)
+    others = {BASELINE: baseline}
+    if arm.against in curves:
+        others[arm.against] = curves[arm.against]
+    rows = [_at_equal_bytes(arm, curve, others, target) for target in BUDGETS]
+    return described | {"equal_bytes": rows}
 
 
-def _as_good_as(
-    paper: Mapping[str, list[Estimate]], curve: Mapping[str, list[Estimate]]
-) -> list[dict[str, Any]]:
+def _at_equal_bytes(
+    arm: Arm, curve: Estimates, others: Mapping[str, Estimates], target: float
+) -> dict[str, Any]:
+    """Where an arm reads what the baseline does at a target, and what others miss there."""
+    at = others[BASELINE]["read"][ARMS[BASELINE].targets.index(target)]
+    here = {key: _at_bytes(curve, key, at) for key in STATISTICS}
+    sparsity = interpolate(curve["read"][::-1], [_constant(s, at) for s in arm.targets[::-1]], at)
+    row = {"as_baseline_at": target, "read": _rounded(at), "target_sparsity": _rounded(sparsity)}
+    for key, estimate in here.items():
+        row[key] = _rounded(estimate)
+        for other, theirs in others.items():
+            row[difference_key(key, other)] = _rounded(estimate - _at_bytes(theirs, key, at))
+    return row
+
+
+def _as_spin_reads(curve: Estimates, baseline: Estimates) -> dict[str, Any]:
+    """What a fixed arm reads and misses, and what the baseline misses for as many bytes."""
+    (at,), targets = curve["read"], ARMS[BASELINE].targets
+    sparsity = interpolate(baseline["read"][::-1], [_constant(s, at) for s in targets[::-1]], at)
+    row = {"as_baseline_at": _rounded(sparsity)["value"], "read": _rounded(at)}
+    for key in STATISTICS:
+        row[key] = _rounded(curve[key][0])
+        row[difference_key(key)] = _rounded(curve[key][0] - _at_bytes(baseline, key, at))
+    return row
+
+
+def _at_bytes(curve: Estimates, key: str, at: Estimate) -> Estimate:
+    """A statistic where as many bytes are read; turned round, since targets rise as bytes fall."""
+    return interpolate(curve["read"][::-1], curve[key][::-1], at)
+
+
+def _as_good_as(paper: Estimates, arm: Arm, curve: Estimates) -> list[dict[str, Any]]:
     """How much can be skipped, and what is read, where the mean miss is that of `PAPER`."""
     rows = []
     for target in EQUAL_AT:
-        place = SPARSITIES.index(target)
+        place = ARMS[PAPER].targets.index(target)
         at, missed = paper["mean_miss"][place], curve["mean_miss"]
         read = interpolate(missed, curve["read"], at)
-        skipped = interpolate(missed, [_constant(s, at) for s in SPARSITIES], at)
+        skipped = interpolate(missed, [_constant(s, at) for s in arm.targets], at)
         rows.append(
             {
                 "as_paper_at": target,
@@ -107,6 +128,17 @@ def _as_good_as(
             }
         )
     return rows
+
+
+def row_at(arm: Mapping[str, Any], target: float) -> dict[str, Any]:
+    """Of an arm of `find` that has targets, what holds at the baseline's bytes at this one."""
+    (row,) = (row for row in arm["equal_bytes"] if row["as_baseline_at"] == target)
+    return dict(row)
+
+
+def difference_key(statistic: str, other: str = BASELINE) -> str:
+    """Where such a row has the difference of a statistic from another arm."""
+    return f"{statistic}_difference" + ("" if other == BASELINE else f" from {other}")
 
 
 def _constant(value: float, like: Estimate) -> Estimate:
@@ -120,14 +152,19 @@ def _rounded(estimate: Estimate) -> dict[str, float | None]:
     }
 
 
-def layer_targets(by_target: ByTarget, calibrate: Sequence[int], target: float) -> list[float]:
+def layer_targets(
+    by_target: ByTarget,
+    calibrate: Sequence[int],
+    target: float,
+    sparsities: Sequence[float] = SPARSITIES,
+) -> list[float]:
     """Target sparsity of each layer, least missed in the mean at this mean sparsity.
 
     Args:
-        by_target: an arm's figures at `SPARSITIES`; calibrate: documents to look at.
+        by_target: an arm's figures at `sparsities`; calibrate: documents to look at.
         target: mean over the layers.
     """
-    targets = np.array((0.0, *SPARSITIES))
+    targets = np.array((0.0, *sparsities))
     misses = [np.concatenate([of_target[n].miss for n in calibrate]) for of_target in by_target]
     missed = np.stack([np.nanmean(miss, 0) for miss in misses], 1)
     # Single rows all have the same budget at one target, so it stands for what is skipped.

@@ -34,11 +34,10 @@ def traces_of(sweep: Path) -> list[str]:
     Raises:
         SpinError: there is none.
     """
-    block_size_slots, pooling = VIEWS[0]
     found = [
         str(path)
         for task in TASKS
-        for path in sorted((sweep / "traces").glob(f"{task}-*-{block_size_slots}-{pooling}.*"))
+        for path in sorted((sweep / "traces").glob(f"{task}-*-{VIEWS[0]}.*"))
     ]
     return found or refuse("sweep", str(sweep), "a directory of benchmarks.study.beyond")
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks.study.beyond.arms import Arm
+from benchmarks.study.beyond.rivals import RulePolicy
 from spin_trtllm.files import atomic_file
 from spin_trtllm.geometry import visible_slots
 from spin_trtllm.reference.pool_keys import key_bytes_read
@@ -47,8 +48,8 @@ class Figures:
     Attributes:
         miss: share of the dense top-K that was not read.
         missed_mass: of its softmax mass.
-        read: bytes of keys, pooled keys and averages, over those of all keys.
-        written: bytes of averages, over the same.
+        read: bytes of keys, pooled keys, averages and what rivals keep, over those of all keys.
+        written: bytes of averages, sums or scores of slots, over the same; picks do not count.
     """
 
     miss: FloatArray
@@ -60,7 +61,8 @@ class Figures:
 def measure(policy: Policy, trace: Trace, document: Document, arm: Arm, key_bytes: int) -> Figures:
     """Replay a trace of single rows.
 
-    Averages are read of all slots, to predict, and of the kept ones again, to update.
+    Averages are read of all slots, to predict, and of the kept ones again, to update. What a rival
+    reads besides keys is what the study's methods count.
 
     Args:
         key_bytes: of one key, 132 in DeepSeek-V4's fp8.
@@ -73,7 +75,9 @@ def measure(policy: Policy, trace: Trace, document: Document, arm: Arm, key_byte
         kept = expand_blocks(outcome.selection.blocks, slots, policy.config.block_size).sum(1)
         lost = document.truth[step.index] & ~as_mask(outcome.top_k[:, 0], step.scores)
         keys = [_key_bytes_read(policy, slots, n, key_bytes) for n in kept.tolist()]
-        read = torch.tensor(keys, dtype=torch.float64) + (slots + kept) * state_bytes
+        averages = (slots + kept) * state_bytes
+        state = policy.state_bytes_read if isinstance(policy, RulePolicy) else averages
+        read = torch.tensor(keys, dtype=torch.float64) + state
         figures = torch.stack(
             [
                 lost.sum(-1).double() / document.truth[step.index].sum(-1),
@@ -100,25 +104,21 @@ def _key_bytes_read(policy: Policy, slots: int, kept_slots: int, key_bytes: int)
     )
 
 
-def save(path: Path, figures: list[list[Figures]]) -> None:
-    """Write the figures of an arm, by target sparsity and document, whole or not at all."""
+def save(path: Path, figures: list[Figures]) -> None:
+    """Write the figures of an arm at one target, by document, whole or not at all."""
     arrays = {
-        f"{field.name}-{target}-{document}": getattr(one, field.name)
-        for target, of_target in enumerate(figures)
-        for document, one in enumerate(of_target)
+        f"{field.name}-{document}": getattr(one, field.name)
+        for document, one in enumerate(figures)
         for field in fields(Figures)
     }
     with atomic_file(path) as temporary, temporary.open("wb") as file:
-        np.savez(file, **arrays)
+        np.savez_compressed(file, **arrays)
 
 
-def load(path: Path, targets: int, documents: int) -> list[list[Figures]]:
+def load(path: Path, documents: int) -> list[Figures]:
     """Read what `save` wrote."""
     with np.load(path) as arrays:
         return [
-            [
-                Figures(*(arrays[f"{field.name}-{target}-{n}"] for field in fields(Figures)))
-                for n in range(documents)
-            ]
-            for target in range(targets)
+            Figures(*(arrays[f"{field.name}-{n}"] for field in fields(Figures)))
+            for n in range(documents)
         ]
