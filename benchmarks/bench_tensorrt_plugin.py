@@ -6,6 +6,10 @@ engine. Opposite are the same kernels, layer by layer, launched by `GpuStep` (`t
 graphs are replayed in turns on the same inputs. `all_layers_us` is `GpuStep` with its first two
 kernels run for all layers at once, which a network of nodes cannot do.
 
+A node that is enqueued onto a stream which is not being captured launches a graph of its own.
+`uncaptured` has steps of such calls: `SpinIndexer` as it is, and where it was not told its shapes,
+so that it makes no graph and launches its kernels one by one (`alone`).
+
 Needs the plugin, and the host that plays TensorRT's part (see tests/plugin_host.py):
 
     PYTHONPATH=. python benchmarks/bench_tensorrt_plugin.py
@@ -18,6 +22,7 @@ import datetime
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,8 +54,8 @@ def stream() -> int:
 class Nodes:
     """Every node of every layer, bound to the inputs of a cell and to states of its own."""
 
-    def __init__(self, cell: Cell) -> None:
-        self.cell, self.host = cell, find_host()
+    def __init__(self, cell: Cell, tell: bool = True) -> None:
+        self.cell, self.host, self.tell = cell, find_host(), tell
         if self.host is None:
             raise SystemExit(
                 "bench_tensorrt_plugin: no plugin or host; build them with make plugin"
@@ -94,7 +99,8 @@ class Nodes:
             torch.zeros(cell.rows + 3, cell.batch, dtype=torch.int64, device="cuda"),
         ]
         who = [cell.lanes, cell.positions, cell.ids]
-        return Binding(self.node("SpinIndexer", n), [*self.head(n), *who, *state])
+        inputs = [*self.head(n), *who, *state]
+        return Binding(self.node("SpinIndexer", n), inputs, tell=self.tell)
 
     def three(self, n: int) -> list[Binding]:
         cell, averages = self.cell, self.averages()
@@ -176,9 +182,24 @@ def step_us(cell: Cell, runs: dict[str, Callable[[], None]], replays: int) -> di
     return {**middle, "spread": spread}
 
 
+def uncaptured_us(cell: Cell, runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, Any]:
+    """Median time a layer of steps that are not captured, in turns, from an idle device on."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 2):
+        cell.move()
+        for name, run in runs.items() if turn % 2 == 0 else reversed(runs.items()):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            torch.cuda.synchronize()
+            if turn >= 2:
+                times[name].append((time.perf_counter() - start) * 1e6 / LAYERS)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
 def measure(batch: int, slots: int, rows: int, replays: int) -> dict[str, Any]:
     cell = Cell(batch, slots, rows)
-    nodes, opposite = Nodes(cell), Torch(cell)
+    nodes, alone, opposite = Nodes(cell), Nodes(cell, tell=False), Torch(cell)
     runs = {
         "plugin_us": nodes.run,
         "torch_us": opposite.run,
@@ -191,7 +212,9 @@ def measure(batch: int, slots: int, rows: int, replays: int) -> dict[str, Any]:
     same = nodes.fused[0].outputs[0] == opposite.steps[0].top_k(0)
     row["same_slots"] = bool(same.all())
     row["warm"] = bool(opposite.steps[0].warm[:batch].all())
+    row["uncaptured_us"] = uncaptured_us(cell, {"graph": nodes.run, "alone": alone.run}, replays)
     row |= {name: nodes.enqueue_us(*burst) for name, burst in BURSTS.items()}
+    row["enqueue_alone_us"] = alone.enqueue_us(*BURSTS["enqueue_us"])["SpinIndexer"]
     worst = max(times["median"] for times in row["enqueue_us"].values())
     row["within_bars"] = worst <= ENQUEUE_BAR_US and row["ratio_torch"] <= STEP_BAR
     return row

@@ -27,6 +27,7 @@ from spin_trtllm import native
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "tests" / "tensorrt" / "cpp"
 PLUGIN_SOURCES = ROOT / "plugins" / "tensorrt"
+KERNEL_SOURCES = ROOT / "plugins" / "kernels"
 BUILT = ROOT / "build" / "tensorrt"
 PLUGIN_NAME, HOST_NAME = "libspin_trt_plugin.so", "libspin_trt_host.so"
 NODES = ("SpinIndexer", "SpinPredictBlocks", "SpinSparseIndexer", "SpinObserve")
@@ -164,7 +165,7 @@ def compile_cpp(output: Path, sources: Iterable[Path], *flags: str) -> str | Non
     if compiler is None or tensorrt is None or cuda is None:
         return "no C++ compiler, TensorRT headers or CUDA headers"
     sources = list(sources)
-    watched = [*sources, *SOURCES.glob("*.h"), *PLUGIN_SOURCES.glob("*.h")]
+    watched = [*sources, *SOURCES.glob("*.h"), *(ROOT / "plugins").rglob("*.h")]
     if output.is_file() and output.stat().st_mtime > max(p.stat().st_mtime for p in watched):
         return None
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -174,6 +175,14 @@ def compile_cpp(output: Path, sources: Iterable[Path], *flags: str) -> str | Non
     subprocess.run([*command, *map(str, sources), "-o", str(unfinished), "-ldl"], check=True)
     unfinished.replace(output)  # of two workers that build at once, each leaves a whole file
     return None
+
+
+def compile_plugin(output: Path, doubles: Iterable[str], *flags: str) -> str | None:
+    """Build the plugin over doubles of the kernels and of CUDA. Returns what is missing."""
+    sources = [*PLUGIN_SOURCES.glob("*.cpp"), KERNEL_SOURCES / "status.cu"]
+    sources += [SOURCES / name for name in doubles]
+    folders = (ROOT / "plugins" / "include", KERNEL_SOURCES, PLUGIN_SOURCES)
+    return compile_cpp(output, sources, *flags, *(f"-I{f}" for f in folders), "-x", "c++")
 
 
 def plugin_path() -> Path | None:
@@ -317,10 +326,16 @@ class Binding:
         node: attached.
         inputs: tensors in the node's order, dense.
         outputs: likewise; None makes them, aliased ones being their inputs.
+        tell: whether the node is told the shapes, as TensorRT does; if not it makes no graph.
     """
 
     def __init__(
-        self, node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor] | None = None
+        self,
+        node: Node,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor] | None = None,
+        *,
+        tell: bool = True,
     ) -> None:
         assert all(t.is_contiguous() for t in inputs)
         self.node, self.inputs = node, list(inputs)
@@ -337,8 +352,8 @@ class Binding:
                 for d, alias in zip(out_descs, node.aliases(), strict=True)
             ]
         self.outputs = list(outputs)
-        problem = node.configure(in_descs, out_descs) or node.shape_change(in_descs, out_descs)
-        if problem:
+        problem = node.configure(in_descs, out_descs)
+        if problem or (tell and node.shape_change(in_descs, out_descs)):
             raise ValueError(node.host.log())
         size = node.workspace_bytes(in_descs, out_descs)
         self.workspace = torch.full((max(size, 1),), 0xCD, dtype=torch.uint8, device=device)
@@ -350,6 +365,16 @@ class Binding:
             (c_void_p * len(self.outputs))(*(t.data_ptr() for t in self.outputs)),
             c_void_p(self.workspace.data_ptr()),
         )
+
+    def tell(self) -> None:
+        """The node is told the shapes again, after those of another binding.
+
+        Raises:
+            ValueError: as `enqueue`.
+        """
+        _, inputs, outputs, *_ = self._arguments
+        if self.node.shape_change(list(inputs), list(outputs)):
+            raise ValueError(self.node.host.log())
 
     def enqueue(self, stream: int = 0) -> list[Tensor]:
         """Launch on a stream.

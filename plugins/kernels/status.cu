@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// spin_version and spin_error_string; what is asked of a device once.
+// spin_version and spin_error_string; what is asked of a device once; where launches go.
 #include <algorithm>
 #include <cstdio>
 #include <iterator>
+#include <utility>
 
+#include "launches.h"
 #include "status.h"
 
 namespace spin {
@@ -21,6 +23,8 @@ struct Known {
     int kernels;
 };
 thread_local Known known = {-1, {}, {}, 0};
+
+thread_local Launcher* launcher = nullptr;
 
 cudaError_t ask(int id) {
     Device device = {};
@@ -68,6 +72,15 @@ bool forget_device() {
     const bool anything = known.id >= 0;
     known.id = -1;
     return anything;
+}
+
+Launcher* exchange_launcher(Launcher* other) noexcept {
+    return std::exchange(launcher, other);
+}
+
+cudaError_t issue(const cudaLaunchConfig_t& config, const void* kernel, void** arguments) {
+    return launcher != nullptr ? launcher->launch(config, kernel, arguments)
+                               : cudaLaunchKernelExC(&config, kernel, arguments);
 }
 
 int fail(int status, const char* field, const char* allowed) {

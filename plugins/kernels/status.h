@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "spin/common.h"
 
@@ -83,11 +84,14 @@ cudaError_t allow_shared_bytes(const void* kernel);
 // Forgets what this thread asked. False if that was nothing.
 bool forget_device();
 
+// As cudaLaunchKernelExC, or to where the thread's launches go instead (launches.h).
+cudaError_t issue(const cudaLaunchConfig_t& config, const void* kernel, void** arguments);
+
 // Launches so that the kernel's start overlaps the end of the one before it: the kernel must call
 // `wait_for_inputs` before it touches memory. `cluster` > 1 groups that many blocks along x.
-template <typename Kernel, typename... Args>
-int launch(Kernel* kernel, dim3 grid, int threads, size_t shared_bytes, int cluster,
-           cudaStream_t stream, Args... args) {
+template <typename... Params>
+int launch(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes, int cluster,
+           cudaStream_t stream, std::common_type_t<Params>... arguments) {
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -100,11 +104,12 @@ int launch(Kernel* kernel, dim3 grid, int threads, size_t shared_bytes, int clus
     config.stream = stream;
     config.attrs = attributes;
     config.numAttrs = cluster > 1 ? 2 : 1;
+    void* pointers[] = {&arguments...};
     const auto attempt = [&] {
         const bool large = shared_bytes > 48 * 1024;
         const void* entry = reinterpret_cast<const void*>(kernel);
         const cudaError_t error = large ? allow_shared_bytes(entry) : cudaSuccess;
-        return error == cudaSuccess ? cudaLaunchKernelEx(&config, kernel, args...) : error;
+        return error == cudaSuccess ? issue(config, entry, pointers) : error;
     };
     cudaError_t error = attempt();
     // A device that was reset since has forgotten, too, what its kernels may have.

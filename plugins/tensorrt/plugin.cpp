@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "plugin.h"
 
+#include <algorithm>
+#include <iterator>
 #include <new>
-#include <type_traits>
 
+#include "graph.h"
 #include "log.h"
 #include "spin/common.h"
 
@@ -196,10 +198,16 @@ public:
                           const PluginTensorDesc* outputs,
                           int32_t outputs_count) noexcept override {
         Layout layout;
-        return all_given(node_, inputs, inputs_count, outputs, outputs_count) &&
-                       check_ports(node_.name, node_.ports, config_, inputs, outputs, layout)
-                   ? kOk
-                   : kRefused;
+        if (!all_given(node_, inputs, inputs_count, outputs, outputs_count) ||
+            !check_ports(node_.name, node_.ports, config_, inputs, outputs, layout)) {
+            return kRefused;
+        }
+        // Launches depend on sizes, so that any address does until there are some.
+        void* const anywhere = reinterpret_cast<void*>(uintptr_t{1} << 20);
+        void* addresses[kMaxPorts];
+        std::fill(std::begin(addresses), std::end(addresses), anywhere);
+        const Call call = {node_.name, config_, layout, addresses, addresses, anywhere, nullptr};
+        return graphs_.prepare(node_, call) ? kOk : kRefused;
     }
 
     int32_t enqueue(const PluginTensorDesc* input_descs, const PluginTensorDesc* output_descs,
@@ -214,7 +222,7 @@ public:
             return kOk;
         }
         const Call call = {node_.name, config_, layout, inputs, outputs, workspace, stream};
-        return prepare_state(call) && node_.run(call) ? kOk : kRefused;
+        return prepare_state(call) && graphs_.run(node_, call) ? kOk : kRefused;
     }
 
     IPluginV3* attachToContext(IPluginResourceContext*) noexcept override { return clone(); }
@@ -276,6 +284,7 @@ private:
     const Node& node_;
     const Config config_;
     const FieldList fields_;
+    Graphs graphs_;
 };
 
 }  // namespace

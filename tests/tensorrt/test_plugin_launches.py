@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each TensorRT node launches, with which parameters: read off without a GPU.
 
-The node sources are linked with `cpp/recorder.cpp` in the place of the kernel library. Pointers are
-compared by what they point to, numbers with those of the call.
+Pointers are compared by what they point to, numbers with those of the call.
 """
 
 from __future__ import annotations
@@ -14,34 +13,11 @@ from typing import Any
 import pytest
 import torch
 from plugin_cases import Sizes
-from plugin_host import (
-    BF16,
-    BUILT,
-    HALF,
-    NODES,
-    PLUGIN_SOURCES,
-    ROOT,
-    SOURCES,
-    TORCH_TYPES,
-    Binding,
-    Host,
-    compile_cpp,
-    host_path,
-)
+from plugin_host import BF16, HALF, NODES
+from plugin_recorder import DECAY, OUTPUTS, SEED, SIZES, Recorded, Recorder, open_recorder
 
 from spin_trtllm import native
 
-SIZES = Sizes(slots=1001, spare_places=2, state=BF16, lanes=6, pages=40)
-SEED, DECAY = 2**64 - 5, 0.9  # whose gain is another one when formed in 32 bits
-OUTPUTS = {
-    "SpinIndexer": ("slots", "block_count", "v", "d", "scores", "compact_of_block", "books"),
-    "SpinPredictBlocks": (
-        *("block_list", "block_count", "compact_of_block", "row_slots", "kept_slots"),
-        *("visible_slots", "compact_pages"),
-    ),
-    "SpinSparseIndexer": ("slots", "scores"),
-    "SpinObserve": ("v", "d"),
-}
 SCORING = ("score_slots", "topk_slots")
 STEMS = {
     "SpinIndexer": ("advance", "select_blocks", *SCORING),
@@ -75,67 +51,9 @@ WAITING = {
 }
 
 
-class Recorded:
-    """A node enqueued once, and what it launched."""
-
-    def __init__(self, host: Host, library: ctypes.CDLL, node: str, sizes: Sizes, **fields: Any):
-        known = host.field_names(node)
-        chosen = {"seed": str(SEED), "ema_decay": DECAY, "row0_update": 1, "row0_mask": 1}
-        chosen |= {"layer": 9, "sparsity_ppm": 3, "exploration_ppm": 4, "exact": 0} | fields
-        given = {n: v for n, v in {**sizes.fields(node), **chosen}.items() if n in known}
-        made = host.create(node, **given)
-        assert made is not None, host.log()
-        self.node, self.sizes, self.library = node, sizes, library
-        self.names = list(sizes.inputs(node))
-        descs = sizes.inputs(node).values()
-        self.inputs = [
-            torch.zeros(tuple(d.dims.d[: d.dims.rank]), dtype=TORCH_TYPES[d.type]) for d in descs
-        ]
-        self.binding = Binding(made.reload().attach(), self.inputs)
-        library.recorder_clear()
-        self.binding.enqueue()
-        self.launches = [self._launch(i) for i in range(library.recorder_count())]
-
-    def _launch(self, i: int) -> tuple[str, ctypes.Structure]:
-        stem = self.library.recorder_stem(i).decode()
-        struct = native.params_struct(stem)
-        copy = ctypes.string_at(self.library.recorder_params(i), ctypes.sizeof(struct))
-        return stem, struct.from_buffer_copy(copy)
-
-    def point(self, address: int | None) -> str | None:
-        """What an address points to: an output, or else an input; a row of the books; a piece."""
-        if address is None:
-            return None
-        named = [
-            *zip(OUTPUTS[self.node], self.binding.outputs, strict=True),
-            *zip(self.names, self.inputs, strict=True),
-        ]
-        for name, tensor in named:
-            offset = address - tensor.data_ptr()
-            if name == "books" and 0 <= offset < tensor.nbytes:
-                row, rest = divmod(offset, tensor[0].nbytes)
-                return f"books row {row}" + (f" + {rest}" if rest else "")
-            if offset == 0:
-                return name
-        offset = address - self.binding.workspace.data_ptr()
-        assert 0 <= offset < self.binding.workspace.nbytes
-        assert offset % 256 == 0
-        return f"piece at {offset}"
-
-
 @pytest.fixture(scope="module")
-def recorder() -> tuple[Host, ctypes.CDLL]:
-    path, host = BUILT / "libspin_trt_recorder.so", host_path()
-    sources = [*sorted(PLUGIN_SOURCES.glob("*.cpp")), SOURCES / "recorder.cpp"]
-    flags = ["-O1", "-shared", "-fPIC", "-fvisibility=hidden"]
-    flags += [f"-I{ROOT / 'plugins' / 'include'}", f"-I{PLUGIN_SOURCES}"]
-    missing = compile_cpp(path, sources, *flags)
-    if missing or host is None:
-        pytest.skip(missing or "no host")
-    library = ctypes.CDLL(str(path))
-    library.recorder_stem.restype = ctypes.c_char_p
-    library.recorder_params.restype = ctypes.c_void_p
-    return Host(host, path), library
+def recorder() -> Recorder:
+    return open_recorder()
 
 
 def pointers(stem: str) -> list[str]:

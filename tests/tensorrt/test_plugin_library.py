@@ -16,8 +16,7 @@ from plugin_host import (
     NODES,
     PLUGIN_SOURCES,
     ROOT,
-    SOURCES,
-    compile_cpp,
+    compile_plugin,
     find_host,
     tensorrt_headers,
 )
@@ -122,9 +121,7 @@ def test_headers_that_do_not_compile_cost_the_plugin_only(tmp_path: Path) -> Non
 def test_random_fields_shapes_and_addresses_break_nothing() -> None:
     fuzz = BUILT / "fuzz"
     flags = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    flags += [f"-I{ROOT / 'plugins' / 'include'}", f"-I{PLUGIN_SOURCES}"]
-    sources = [*sorted(PLUGIN_SOURCES.glob("*.cpp")), SOURCES / "fuzz.cpp", SOURCES / "stubs.cpp"]
-    missing = compile_cpp(fuzz, sources, *flags)
+    missing = compile_plugin(fuzz, ("fuzz.cpp", "stubs.cpp"), *flags)
     if missing:
         pytest.skip(missing)
     ran = subprocess.run([fuzz, FUZZ_SECONDS], capture_output=True, text=True)
