@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +23,14 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from spin_trtllm import __version__, tiny
+from spin_trtllm import tiny
 from spin_trtllm.build import cli as trtllm_build
 from spin_trtllm.build.engine import Engine, load_engine
 from spin_trtllm.build.progress import Stages
 from spin_trtllm.commands.common import run
 from spin_trtllm.commands.generate import Prompt, compare
 from spin_trtllm.demo_report import QuestionRows, percent, print_table
+from spin_trtllm.environment import environment
 from spin_trtllm.errors import SpinError
 from spin_trtllm.files import atomic_file
 from spin_trtllm.generate import Generation, decode, prefill
@@ -286,23 +283,6 @@ def summarise(recall: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def environment(model: torch.nn.Module) -> dict[str, Any]:
-    """What the demo ran on."""
-    device = next(model.parameters()).device
-    on_gpu = device.type == "cuda"
-    return {
-        "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name(device) if on_gpu else f"{_cpu_name()} (CPU)",
-        "cpu_cores": len(os.sched_getaffinity(0)),
-        "versions": {
-            "spin_trtllm": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": version("transformers"),
-        },
-    }
-
-
 def license_text() -> bytes:
     """The clone's Apache License: long, fixed, and free to feed to a model.
 
@@ -326,16 +306,6 @@ def _sparsity(engine: Engine, prompt_tokens: int, steps: int) -> dict[str, Any]:
 
 def _heading(console: Console, title: str) -> None:
     console.print(Text(f"\n{title}", style="bold"))
-
-
-def _cpu_name() -> str:
-    """As Linux names it; elsewhere what Python knows."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

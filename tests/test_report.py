@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
+from datetime import date, timedelta
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from replay_cli import Capture, call, make_trace, process, refused, save
 from report_cases import OPTIONS, report, write_traces
 
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError
 from spin_trtllm.report import store
+from spin_trtllm.report.charts import draw
 from spin_trtllm.report.page import write_page
 from spin_trtllm.report.studies import STUDIES
 
@@ -81,6 +85,15 @@ def test_results_say_what_they_are_of(full: tuple[Path, dict[str, Any]]) -> None
         assert all(set(result["columns"]) <= set(row) for row in result["rows"])
         assert result["rows"]
         assert result["notes"]
+
+
+def test_results_say_when_and_where_they_were_made(full: tuple[Path, dict[str, Any]]) -> None:
+    page = (full[0] / "report.html").read_text(encoding="utf-8")
+    for result in full[1].values():
+        made_on = result["environment"]
+        assert abs(date.today() - date.fromisoformat(made_on["date"])) <= timedelta(days=1)
+        assert made_on["versions"]["torch"] == torch.__version__
+        assert f"Made on {made_on['date']} on {made_on['device']}, " in page
 
 
 def test_every_claim_of_the_paper_is_judged(full: tuple[Path, dict[str, Any]]) -> None:
@@ -154,8 +167,21 @@ def claim(verdict: str, value: float) -> dict[str, Any]:
 
 def test_a_lost_claim_is_as_prominent_as_a_won_one() -> None:
     inputs = {"version": "1", "config": {}, "traces": []}
+    made_on = {
+        "date": "2026-11-30",
+        "device": "a machine",
+        "cpu_cores": 2,
+        "versions": {"torch": "3"},
+    }
     result = {
-        **{"study": "x", "title": "X", "asks": "Asks.", "paper": "Says.", "inputs": inputs},
+        **{
+            "environment": made_on,
+            "study": "x",
+            "title": "X",
+            "asks": "Asks.",
+            "paper": "Says.",
+            "inputs": inputs,
+        },
         **{"columns": {"a": "a <b> & c"}, "rows": [{"a": "<&>"}], "charts": [], "notes": []},
         **{"claims": [claim("holds", 0.5), claim("does not hold", -0.5)], "replays": []},
     }
@@ -166,8 +192,33 @@ def test_a_lost_claim_is_as_prominent_as_a_won_one() -> None:
     assert cells[:3] == ["1", "1", "0"]  # of the study: hold, do not hold, undecided
     assert "1 hold, 1 do not hold, 0 undecided" in " ".join(page.texts["p"])
     assert "They contradict the paper where a claim does not hold" in " ".join(page.texts["p"])
+    assert "Made on 2026-11-30 on a machine, 2 cores, with torch 3;" in " ".join(page.texts["p"])
     assert "<&>" in cells
     assert "a <b> & c" in page.texts["th"]
+
+
+@pytest.mark.parametrize("rows", [["#-.x", "##-- ", "x"], ["."], [], ["-#" * 40] * 9])
+def test_a_mask_is_drawn_cell_by_cell(rows: list[str]) -> None:
+    drawn: dict[tuple[int, int], str] = {}
+    chart = {"kind": "mask", "title": "", "rows": rows}
+    for path in draw(chart, "key").iter("path"):
+        start, *strokes = (path.get("d") or "").split("m")
+        x, y = map(float, start.removeprefix("M").split())
+        for stroke in strokes:
+            right, down, length = map(int, re.split("[ v]", stroke))
+            x, y = x + right, y + down
+            for step in range(length):
+                place = (int(y) + step, int(x))
+                assert place not in drawn
+                drawn[place] = path.get("stroke") or ""
+            y += length
+    colours = {"-": "#A6CEE3", "#": "#00487A", "x": "#D55E00"}
+    assert drawn == {
+        (step, block): colours[mark]
+        for step, row in enumerate(rows)
+        for block, mark in enumerate(row)
+        if mark in colours
+    }
 
 
 # ---------------------------------------------------------------- resuming

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 from xml.etree.ElementTree import Element
 
@@ -175,16 +175,22 @@ def _mask(chart: dict[str, Any], key: str) -> Element:
 
 
 def _cells(rows: Sequence[str], mark: str) -> str:
-    """Every stretch of one character, as a horizontal stroke in units of blocks and steps."""
+    """Every stretch of one character, as strokes in units of blocks and steps.
+
+    Strokes go down the steps, since a block stays what it was for a while, and each starts where
+    the last one ended: a picture of many cells is a large part of a page.
+    """
     strokes = []
-    for y, row in enumerate(rows):
-        x = 0
-        for character, stretch in groupby(row):
+    x, y = 0, 0  # where the last one ended
+    for block, column in enumerate(zip_longest(*rows, fillvalue=INVISIBLE)):
+        step = 0
+        for character, stretch in groupby(column):
             length = len(list(stretch))
             if character == mark:
-                strokes.append(f"M{x} {y + 0.5}h{length}")
-            x += length
-    return "".join(strokes) or "M0 0"
+                strokes.append(f"m{block - x} {step - y}v{length}")
+                x, y = block, step + length
+            step += length
+    return f"M0.5 0{''.join(strokes)}"
 
 
 def _grid(xs: Axis, ys: Axis) -> Iterator[Element]:

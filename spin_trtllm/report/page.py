@@ -19,12 +19,12 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff;
   max-width: 68rem; margin: 2rem auto; padding: 0 1rem; }
 h1, h2, h3 { line-height: 1.2; }
 h2 { margin-top: 3rem; border-top: 1px solid #bbb; padding-top: 1.5rem; }
-table { border-collapse: collapse; margin: 1rem 0; font-size: 0.9rem; }
+table { border-collapse: collapse; margin: 1rem 0; font-size: 0.9rem;
+  font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: bold; padding-bottom: 0.3rem; }
 th, td { border-bottom: 1px solid #ddd; padding: 0.25rem 0.7rem; text-align: left;
   vertical-align: top; }
-td.number { font-variant-numeric: tabular-nums; }
-.interval { color: #555; white-space: nowrap; }
+small { color: #555; font-size: 1em; white-space: nowrap; }
 .wide { overflow-x: auto; }
 .verdict { font-weight: bold; white-space: nowrap; }
 figure { margin: 1.5rem 0; }
@@ -145,10 +145,16 @@ def _inputs(results: Sequence[dict[str, Any]]) -> Iterable[Element]:
     rows = [{**t, "sha256": t["sha256"][:12]} for t in inputs["traces"]]
     yield _table("Traces, as they were given", headings, rows)
     shown = ", ".join(f"{name} {value}" for name, value in inputs["config"].items())
-    yield element(
-        "p",
-        f"spin-trtllm {inputs['version']}. SPIN's parameters, where a study does not vary them: "
-        f"{shown}.",
+    yield element("p", f"SPIN's parameters, where a study does not vary them: {shown}.")
+    yield element("p", _made_on(results[0]["environment"]))
+
+
+def _made_on(made_on: dict[str, Any]) -> str:
+    """Machine and date; the studies of a page are made at once."""
+    versions = ", ".join(f"{name} {version}" for name, version in made_on["versions"].items())
+    return (
+        f"Made on {made_on['date']} on {made_on['device']}, {made_on['cpu_cores']} cores, with "
+        f"{versions}; replays that an earlier call had finished were taken from it."
     )
 
 
@@ -245,10 +251,10 @@ def _cell(value: Any) -> Element:
         interval = "no interval"
         if value["low"] is not None:
             interval = f"{value['low']:.4f} to {value['high']:.4f}"
-        shown = element("span", f"({interval})", class_="interval")
-        return element("td", f"{value['value']:.4f} ", shown, class_="number")
+        shown = element("small", f"({interval})")
+        return element("td", f"{value['value']:.4f} ", shown)
     if isinstance(value, float):
-        return element("td", f"{value:.4f}", class_="number")
+        return element("td", f"{value:.4f}")
     if isinstance(value, (int, str)) and value != "":
         return element("td", str(value))
     return element("td", "–")

@@ -11,6 +11,7 @@ from typing import Any
 
 from spin_trtllm import __version__
 from spin_trtllm.config import SpinConfig
+from spin_trtllm.environment import environment
 from spin_trtllm.errors import SpinError, check_integer, refuse
 from spin_trtllm.files import atomic_file, exists
 from spin_trtllm.geometry import visible_slots
@@ -98,12 +99,12 @@ def run_report(plan: Plan, *, on_steps: Callable[[int], object]) -> list[Path]:
     store, arms = plan.store, plan.arms
     wanted = [arm for of_study in arms.values() for arm in of_study.values()]
     store.fill(wanted, jobs=plan.jobs, on_steps=on_steps)
-    inputs = _describe(plan)
+    inputs, made_on = _describe(plan), environment()
     written, results = [], []
     for study in plan.studies:
         records = {label: store.records(arm) for label, arm in arms[study.key].items()}
         evidence = Evidence(plan.config, plan.traces, arms[study.key], records)
-        results.append(_result(study, evidence, inputs))
+        results.append(_result(study, evidence, inputs, made_on))
         written.append(plan.output / f"{study.key}.json")
         _write(written[-1], json.dumps(results[-1], indent=1) + "\n")
     written.append(plan.output / PAGE)
@@ -111,7 +112,9 @@ def run_report(plan: Plan, *, on_steps: Callable[[int], object]) -> list[Path]:
     return written
 
 
-def _result(study: Study, evidence: Evidence, inputs: dict[str, Any]) -> dict[str, Any]:
+def _result(
+    study: Study, evidence: Evidence, inputs: dict[str, Any], made_on: dict[str, Any]
+) -> dict[str, Any]:
     """A study's JSON file."""
     return {
         "study": study.key,
@@ -121,6 +124,7 @@ def _result(study: Study, evidence: Evidence, inputs: dict[str, Any]) -> dict[st
         **study.compute(evidence).to_json(),
         "replays": evidence.replays(),
         "inputs": inputs,
+        "environment": made_on,
     }
 
 
