@@ -19,11 +19,11 @@ from spin_trtllm.hosts.trtllm.counters import Counters
 SMALL = {"block_size": 8, "target_sparsity": 0.6, "exploration": 0.2, "seed": 5}
 
 
-def hook(config: dict[str, Any], backend: str = "host", probe_every: int = 0) -> Counters:
-    """Hook the stand-in."""
+def hook(config: dict[str, Any], backend: str = "host", **options: Any) -> Counters:
+    """Hook the stand-in; options are those of `patch`."""
     counters = Counters()
     spin = SpinConfig.from_dict(config)
-    hooks.patch(hook_standin.module(), spin, backend, counters, probe_every=probe_every)
+    hooks.patch(hook_standin.module(), spin, backend, counters, **options)
     return counters
 
 

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from spin_trtllm import __version__
 from spin_trtllm.config import SpinConfig
@@ -128,9 +129,10 @@ def _patch(module_name: str, settings: Settings) -> list[str]:
     if not has_hooks():
         raise HookRefused(f"spin-trtllm {__version__} has no hooks for TensorRT-LLM")
     hooks = importlib.import_module(HOOKS_MODULE)
-    hooked: list[str] = hooks.patch(
-        sys.modules[module_name], settings.config, probe_every=settings.probe_every
-    )
+    options: dict[str, Any] = {"probe_every": settings.probe_every}
+    if settings.capture is not None:
+        options["capture"] = settings.capture
+    hooked: list[str] = hooks.patch(sys.modules[module_name], settings.config, **options)
     return hooked
 
 

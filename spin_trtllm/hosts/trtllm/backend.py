@@ -24,6 +24,7 @@ from spin_trtllm import native
 from spin_trtllm.config import BACKENDS, SpinConfig
 from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.gpu_step import GpuState, GpuStep
+from spin_trtllm.hosts.trtllm.capture import Capture
 from spin_trtllm.hosts.trtllm.cpu_step import CpuStep, PlacedState
 from spin_trtllm.hosts.trtllm.eligibility import rows_of, step_obstacle
 from spin_trtllm.hosts.trtllm.estimate import StepEstimate
@@ -31,9 +32,8 @@ from spin_trtllm.hosts.trtllm.pays import pays
 from spin_trtllm.hosts.trtllm.probe import ShadowProbe
 from spin_trtllm.hosts.trtllm.proxy import TWINS, Twins
 from spin_trtllm.hosts.trtllm.sequences import SequenceLanes
-from spin_trtllm.hosts.trtllm.settings import HookRefused
+from spin_trtllm.hosts.trtllm.settings import BACKEND_VARIABLE, HookRefused
 
-BACKEND_VARIABLE = "TLLM_SPIN_BACKEND"
 FUSED_CAPABILITY = (9, 0)  # where `auto` trusts our own scoring kernel: it was measured there
 
 # What the hooks read, of `DSAtrtllmAttentionMetadata` after its `prepare` and of its manager.
@@ -150,6 +150,7 @@ class DecodeEngine:
     """State, step and fixed buffers of one KV-cache manager.
 
     Attributes:
+        capture: writes traces; None where nobody asked for them.
         obstacle: why the step that was prepared last runs dense; None when SPIN may run.
         config: with the targets of this rank's layers only.
         chooses: of each layer, whether this package's top-k stands in for the host's.
@@ -176,6 +177,7 @@ class DecodeEngine:
         # Without sparsity every pick stays the host's own, ties and order included.
         self.chooses = [sparsity_ppm > 0 for sparsity_ppm in targets]
         self._may_decline = backend == "auto"
+        self.capture: Capture | None = None
         self.probe: ShadowProbe | None = None
         self.retired_probe: ShadowProbe | None = None
         self.obstacle: str | None = "not_prepared"
@@ -213,6 +215,11 @@ class DecodeEngine:
         self.twins.make(metadata)
         if self.probe is not None:
             self._probe(self.probe, metadata)
+        if self.capture is not None:
+            try:
+                self.capture.next_step(metadata, self.obstacle, self.lanes)
+            except Exception as error:
+                self.drop_capture(error)
 
     def _probe(self, probe: ShadowProbe, metadata: Any) -> None:
         """Look back at the step before, if it is to be probed, and decide on this one."""
@@ -224,7 +231,7 @@ class DecodeEngine:
                 probe.look_back(
                     probe.replayed,
                     self.step.layer(layer, requests),
-                    self._positions[:requests, : self._next_n],
+                    self.positions_tokens(requests, self._next_n),
                     pages_of(keys),
                     metadata,
                     top_k=self.shape.top_k,
@@ -251,6 +258,16 @@ class DecodeEngine:
         self.retired_probe, self.probe = self.probe, None
         # As text: whoever keeps the record must not keep the frames of the failure, too.
         _logger.warning("SPIN's probe is off: %s: %s", type(error).__name__, str(error))
+
+    def drop_capture(self, error: Exception) -> None:
+        """Go on without the capture."""
+        if self.capture is not None:
+            self.capture.fail(error)
+        self.capture = None
+
+    def positions_tokens(self, requests: int, next_n: int) -> Tensor:
+        """Of the rows of the step that has begun, int64 `[requests, next_n]` on the device."""
+        return self._positions[:requests, :next_n]
 
     def figures(self, metadata: Any) -> dict[str, int]:
         """What the step that was prepared will do, for the counters.
@@ -296,14 +313,20 @@ class DecodeEngine:
     def skip(self, metadata: Any, index: int, reason: str) -> None:
         """Note that a layer runs dense, and log the first time that it does so for a reason."""
         if index == 0:
-            self.step.disown()  # a later step must not take this one's tokens for drafts
+            self.disown(reason)  # a later step must not take this one's tokens for drafts
             self._layer_obstacles[id(metadata)], self._open = reason, None
         elif self._open is not None:
-            self.step.disown(index)
+            self.disown(reason, index)
         if reason not in self._logged:
             self._logged.add(reason)
             layer = self.shape.layers[index]
             _logger.warning("SPIN: layer %d runs dense: %s", layer, reason)
+
+    def disown(self, reason: str, index: int | None = None) -> None:
+        """Keep what waits of a layer, or of all, out of the averages, and out of a capture."""
+        self.step.disown(index)
+        if self.capture is not None:
+            self.capture.interrupt(reason)
 
     def _pays(self, metadata: Any) -> bool:
         kernels = "fused" if self.fused else "host"

@@ -40,6 +40,8 @@ class Snapshot:
         miss_rows: probed rows by miss rate: one count for each of `MISS_BOUNDS`, up to it and
             above the one before.
         state_bytes: GPU memory of the averages and of the buffers of a step.
+        capture_steps: where traces are captured, steps of sequences that were `written`, and steps
+            of which nothing was kept, by cause.
     """
 
     steps: int = 0
@@ -52,6 +54,7 @@ class Snapshot:
     missed_slots: int = 0
     miss_rows: tuple[int, ...] = (0,) * len(MISS_BOUNDS)
     state_bytes: int = 0
+    capture_steps: dict[str, int] = field(default_factory=dict)
 
     @property
     def realized_sparsity(self) -> float | None:
@@ -89,6 +92,7 @@ class Counters:
         self._steps = self._sparse = self._cold = 0
         self._kept = self._visible = self._probed = self._missed = self._bytes = 0
         self._dense: Counter[str] = Counter()
+        self._captures: Counter[str] = Counter()
         self._miss_rows = [0] * len(MISS_BOUNDS)
         self._clock = clock
         self._periodic: list[_Periodic] = []
@@ -140,6 +144,11 @@ class Counters:
                 self._probed += probed
                 self._miss_rows[bisect_left(MISS_BOUNDS, missed / probed)] += 1
 
+    def capture(self, outcome: str, steps: int = 1) -> None:
+        """Count steps that were captured, or were not. `outcome` is one of few fixed words."""
+        with self._lock:
+            self._captures[outcome] += steps
+
     def add_state_bytes(self, size_bytes: int) -> None:
         """Count memory that was allocated, or freed if negative."""
         with self._lock:
@@ -159,6 +168,7 @@ class Counters:
                 missed_slots=self._missed,
                 miss_rows=tuple(self._miss_rows),
                 state_bytes=self._bytes,
+                capture_steps=dict(self._captures),
             )
 
     def _due(self) -> list[Callable[[Snapshot], None]]:
@@ -184,5 +194,8 @@ def summary(counts: Snapshot) -> str:
     if counts.miss is not None:
         rows = sum(counts.miss_rows)
         parts.append(f"missed {counts.miss:.2%} of the dense top-k of {rows} probed rows")
+    if counts.capture_steps:
+        outcomes = Counter(counts.capture_steps).most_common()
+        parts.append("captured: " + ", ".join(f"{outcome} {n}" for outcome, n in outcomes))
     parts.append(f"state {human_bytes(counts.state_bytes)}")
     return "SPIN: " + "; ".join(parts)

@@ -27,6 +27,8 @@ from torch import Tensor
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.hosts.trtllm import eligibility
 from spin_trtllm.hosts.trtllm.backend import DecodeEngine, make_engine, pages_of, read_backend
+from spin_trtllm.hosts.trtllm.capture import make_capture
+from spin_trtllm.hosts.trtllm.capture_settings import CaptureSettings
 from spin_trtllm.hosts.trtllm.counters import Counters
 from spin_trtllm.hosts.trtllm.metrics import process_counters
 from spin_trtllm.hosts.trtllm.probe import ShadowProbe
@@ -35,6 +37,7 @@ from spin_trtllm.hosts.trtllm.proxy import (
     intercepted,
     needs_maker,
     schedule,
+    scores_in,
     shorter_context,
     to_sequence_slots,
 )
@@ -69,6 +72,7 @@ def patch(
     counters: Counters | None = None,
     *,
     probe_every: int = 0,
+    capture: CaptureSettings | None = None,
 ) -> list[str]:
     """Hook the indexer of an imported `...sparse.dsa.indexer`, all or nothing.
 
@@ -79,6 +83,7 @@ def patch(
         counters: None takes the process's.
         probe_every: one in so many of the steps that run in Python is also scored densely, to
             measure what is missed; 0 for none.
+        capture: traces to write; None for none.
 
     Returns:
         Names of what is hooked; empty if it already was.
@@ -94,7 +99,7 @@ def patch(
     signatures = {name: _probe(indexer, name, wanted) for name, wanted in METHODS.items()}
     _probe(getattr(module, "TopK", None), "forward", TOP_K_ARGUMENTS, complete=False)
     backend, counters = backend or read_backend(config), counters or process_counters()
-    host = Host(module, config, backend, counters, probe_every)
+    host = Host(module, config, backend, counters, probe_every, capture)
     decode = _decode_hook(host, indexer.sparse_attn_indexer, signatures["sparse_attn_indexer"])
     prepare = _prepare_hook(host, indexer.prepare, signatures["prepare"])
     _replace(indexer, "sparse_attn_indexer", decode)
@@ -122,9 +127,10 @@ class Host:
         backend: str,
         counters: Counters,
         probe_every: int,
+        capture: CaptureSettings | None,
     ) -> None:
         self.module, self.config, self.backend, self.counters = module, config, backend, counters
-        self._probe_every = probe_every
+        self._probe_every, self._capture = probe_every, capture
         self._engines: WeakKeyDictionary[Any, DecodeEngine | str] = WeakKeyDictionary()
         self._is_off = False
 
@@ -199,9 +205,16 @@ class Host:
             return "refused"
         if self._probe_every:
             engine.probe = ShadowProbe(self._probe_every, len(engine.shape.layers), self.counters)
+        manager = metadata.kv_cache_manager
+        if self._capture is not None:
+            engine.capture = make_capture(
+                self._capture, manager, engine.shape, engine.config, self.counters
+            )
+            if engine.capture is not None:  # at the end of the manager, or of the process
+                finalize(manager, engine.capture.close)
         size = sum(engine.bytes)
         self.counters.add_state_bytes(size)
-        finalize(metadata.kv_cache_manager, self.counters.add_state_bytes, -size)
+        finalize(manager, self.counters.add_state_bytes, -size)
         return engine
 
 
@@ -273,6 +286,28 @@ class Call:
         except Exception as error:
             engine.drop_probe(error)
 
+    def capture(self, dense: Callable[[], Tensor]) -> None:
+        """Where this layer is captured, keep what the host's own method scores; SPIN goes on alike.
+
+        Args:
+            dense: as for `shadow`.
+        """
+        capture, engine = self.engine.capture, self.engine
+        if capture is None or not capture.is_watching:
+            return
+        layer, size = self.indexer.layer_idx, (self.requests, self.next_n)
+        try:
+            if _is_capturing(self.keys):
+                capture.interrupt("cuda_graph")
+            elif capture.wants(layer, engine.positions_tokens(*size)):
+                seen = scores_in(self.indexer.top_k, dense)
+                if _fit(seen, self.requests * self.next_n):
+                    capture.add(layer, seen[0].unflatten(0, size))
+                else:
+                    capture.interrupt("unfit_scores")
+        except Exception as error:
+            engine.drop_capture(error)
+
     def _keep_query(self, probe: ShadowProbe) -> None:
         """Let a replayed step be scored afterwards, where that is fp8 on pages of a known form."""
         query, shape = self.arguments["q_fp8"], self.engine.shape
@@ -307,7 +342,7 @@ class Call:
         elif _fit(seen, rows):
             step.adopt(self.index, seen[0], columns)
         else:  # right all the same, and cold next time
-            step.disown(self.index)
+            self.engine.disown("unfit_scores", self.index)
             view = step.layer(self.index)
             to_sequence_slots(columns, view.block_list, self.engine.config.block_size)
         return selected
@@ -356,6 +391,7 @@ def _decode_hook(
             return dense()
         try:
             call.shadow(dense)
+            call.capture(dense)
             return call.run(original)
         except Exception as error:
             selected = dense()  # raises if it is the host's own failure
@@ -376,7 +412,7 @@ def _open_call(host: Host, bound: inspect.BoundArguments) -> Call | None:
             return None
         if engine.obstacle is not None:
             if metadata.is_cuda_graph and indexer.layer_idx == engine.shape.layers[0]:
-                engine.step.disown()  # whatever steps this graph is replayed for
+                engine.disown(engine.obstacle)  # whatever steps this graph is replayed for
             return None
         call = Call(host, engine, bound)
         if call.obstacle() is not None:

@@ -35,6 +35,7 @@ COUNTERS: tuple[tuple[str, str, str | None], ...] = (
     ("spin_probed_slots", "Slots of the dense top-k, probed.", None),
     ("spin_missed_slots", "Probed slots outside the kept blocks.", None),
     ("spin_miss_rows", "Probed rows by miss rate, up to a bound and above the last.", "up_to"),
+    ("spin_capture_steps", "Steps by what became of their capture.", "outcome"),
 )
 STATE_BYTES = ("spin_state_bytes", "GPU memory of the averages and of the buffers of a step.")
 
@@ -57,6 +58,7 @@ def values_of(counts: Snapshot) -> dict[str, dict[str, int]]:
         "spin_probed_slots": {"": counts.probed_slots},
         "spin_missed_slots": {"": counts.missed_slots},
         "spin_miss_rows": dict(zip(map(str, MISS_BOUNDS), counts.miss_rows, strict=True)),
+        "spin_capture_steps": dict(sorted(counts.capture_steps.items())),
     }
 
 

@@ -182,6 +182,19 @@ def intercepted(top_k: Any, choose: Callable[[Tensor, Tensor], bool]) -> Iterato
         del top_k.forward
 
 
+def scores_in(top_k: Any, run: Callable[[], object]) -> list[Tensor]:
+    """What a `TopK` module is given for decode rows while `run` runs, as `intercepted` shows it."""
+    seen: list[Tensor] = []
+
+    def look(scores: Tensor, _: Tensor) -> bool:
+        seen.append(scores)
+        return False
+
+    with intercepted(top_k, look):
+        run()
+    return seen
+
+
 def to_sequence_slots(columns: Tensor, block_list: Tensor, block_size: int) -> None:
     """Replace columns of the shorter context by slots of the sequence, in place.
 

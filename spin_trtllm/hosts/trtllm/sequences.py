@@ -140,6 +140,11 @@ class SequenceLanes:
             self._used[lane] = FREE
             self._is_stale = True
 
+    def tenancy_of(self, request_id: int) -> int | None:
+        """Tenancy of a request's lane, None where it has none: another one means a cold start."""
+        lane = self.lane_of.get(request_id)
+        return None if lane is None else int(self._tenancy[lane])
+
     def _repeats(self, rows: list[int]) -> bool:
         """Whether a row other than a dummy is there twice."""
         if len(set(rows)) == len(rows):

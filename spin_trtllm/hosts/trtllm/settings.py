@@ -16,8 +16,10 @@ from pathlib import Path
 
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError, refuse
+from spin_trtllm.hosts.trtllm.capture_settings import CaptureSettings, read_capture
 
 SPIN_VARIABLE = "TLLM_SPIN"
+BACKEND_VARIABLE = "TLLM_SPIN_BACKEND"
 METRICS_VARIABLE = "TLLM_SPIN_METRICS"
 LOG_SECONDS_VARIABLE = "TLLM_SPIN_LOG_SECONDS"
 PROBE_VARIABLE = "TLLM_SPIN_PROBE"
@@ -42,6 +44,7 @@ class Settings:
             is the default where metrics are on.
         probe_every: one in so many of the steps that run in Python is also scored densely, to
             measure what is missed; 0 for none.
+        capture: traces to write; None for none.
     """
 
     path: Path
@@ -49,6 +52,7 @@ class Settings:
     metrics: bool = False
     log_seconds: float = DEFAULT_LOG_SECONDS
     probe_every: int = 0
+    capture: CaptureSettings | None = None
 
 
 def read_settings(environment: Mapping[str, str] | None = None) -> Settings | None:
@@ -70,6 +74,7 @@ def read_settings(environment: Mapping[str, str] | None = None) -> Settings | No
         metrics=metrics,
         log_seconds=_seconds(environment, LOG_SECONDS_VARIABLE, default_seconds),
         probe_every=_one_in(environment, PROBE_VARIABLE),
+        capture=read_capture(environment),
     )
 
 
