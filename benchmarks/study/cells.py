@@ -150,8 +150,8 @@ def _asked(task: str, length: int) -> tuple[int, int]:
 _KNOWN = ("single", "multi_key", "multi_query", "aggregation")
 _HARD = ("multi_value", "multi_needle", "variable_tracking")
 _QUICK = 4_096
-_CURVE_8K, _CURVE_32K = (Question("recall", length, 25, 8) for length in (8_192, 31_744))
-_MULTI_KEY_16K = Question("multi_key", 16_384, *_asked("multi_key", 16_384))
+RECALL_8K, RECALL_32K = (Question("recall", length, 25, 8) for length in (8_192, 31_744))
+MULTI_KEY_16K = Question("multi_key", 16_384, *_asked("multi_key", 16_384))
 
 PARTS: dict[str, tuple[Cell, ...]] = {
     "quick": (
@@ -160,8 +160,8 @@ PARTS: dict[str, tuple[Cell, ...]] = {
         *_cells(SPIN, Question("dialogue", _QUICK, 2, 4)),
         *_cells(SPIN, Question("text", _QUICK, 2, 96, DRAFTS)),
     ),
-    "curve-8k": _cells(CURVE, _CURVE_8K),
-    "curve-32k": _cells(CURVE, _CURVE_32K),
+    "curve-8k": _cells(CURVE, RECALL_8K),
+    "curve-32k": _cells(CURVE, RECALL_32K),
     "text": _cells(EQUAL, *(Question("text", length, 32, 128) for length in LENGTHS_BYTES)),
     "tasks-short": _cells(SPIN, *_over((4_096, 8_192), _KNOWN)),
     "tasks-long": _cells(SPIN, *_over((16_384, 31_744), _KNOWN)),
@@ -171,8 +171,8 @@ PARTS: dict[str, tuple[Cell, ...]] = {
         *_cells(EQUAL[3:], *_over((16_384,), ("dialogue",))),
     ),
     "paper": (
-        *_cells(EXPLORED, _CURVE_8K, _CURVE_32K, *_over((16_384,), _KNOWN)),
-        *_cells(EXPLORED_64, _CURVE_32K, _MULTI_KEY_16K),
+        *_cells(EXPLORED, RECALL_8K, RECALL_32K, *_over((16_384,), _KNOWN)),
+        *_cells(EXPLORED_64, RECALL_32K, MULTI_KEY_16K),
     ),
     "drafts": _cells(
         DRAFTED,

@@ -2,10 +2,11 @@
 """The paper's orderings on several checkpoints: what `spin-trtllm report` found, side by side.
 
     python -m benchmarks.study.orderings --output benchmarks/study/results/orderings-cpu \\
-        shipped=build/orderings/shipped seed-1=build/orderings/seed-1
+        shipped=build/orderings/shipped seed-1=build/orderings/seed-1 \\
+        --answers shipped=build/study --answers seed-1=build/study-seed-1
 
-Each directory is a report's; with an `answers.json` of `benchmarks.study.pairs` in it, answers are
-compared, too. It writes a .json and a .md.
+Each directory is a report's; `--answers` names a study's results of the same checkpoint, whose
+answers are compared, too. It writes a .json and a .md.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study.intervals import compare
+from benchmarks.study.claims import NOT_RUN, judge_answers
 from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.files import atomic_file
 from spin_trtllm.report.claims import FAILS, HOLDS, UNDECIDED
 from spin_trtllm.report.studies import STUDIES
 
-ANSWERS = "answers.json"
 PLACES = 5  # decimals that are kept
 _KEPT = ("columns", "rows", "claims")  # of a study; replays and charts stay where they are
 _SHOWN = ("table1", "tables2-5")  # tables on the page; the others' are in the JSON
@@ -40,7 +40,7 @@ def load_report(folder: Path) -> Report:
     """What a report found, without its replays and charts.
 
     Returns:
-        `config`, `traces`, `studies` by key and, where they were asked for, `answers`.
+        `config`, `traces`, and `studies` by key.
 
     Raises:
         SpinError: a study is missing, or no report.
@@ -53,10 +53,7 @@ def load_report(folder: Path) -> Report:
         kept = {key: {name: study[name] for name in _KEPT} for key, study in studies.items()}
     except KeyError as error:
         raise SpinError(f"orderings: {str(folder)!r} holds no report: no {error}") from error
-    found = {"config": inputs["config"], "traces": inputs["traces"], "studies": kept}
-    if (folder / ANSWERS).exists():
-        found["answers"] = _read(folder / ANSWERS)
-    return _rounded(found)
+    return _rounded({"config": inputs["config"], "traces": inputs["traces"], "studies": kept})
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -79,7 +76,8 @@ def write_markdown(reports: Mapping[str, Report]) -> str:
     """Verdicts and figures of every report, side by side.
 
     Args:
-        reports: by name of the checkpoint, all of the same parameters and claims.
+        reports: by name of the checkpoint, all of the same parameters and claims; with or without
+            `answers`, see `judge_answers`.
 
     Raises:
         SpinError: different parameters, or other claims.
@@ -91,7 +89,7 @@ def write_markdown(reports: Mapping[str, Report]) -> str:
         tables = [_claims(reports, key), *_figures(reports, key)]
         if any(tables):
             parts += [f"## {study.title}", *("\n".join(table) for table in tables if table)]
-    if all("answers" in report for report in reports.values()):
+    if any("answers" in report for report in reports.values()):
         parts += ["## In answers", "\n".join(_answers(reports)), _ANSWERS_NOTE]
     return "\n\n".join(parts) + "\n"
 
@@ -104,8 +102,10 @@ _READING = (
 )
 _ANSWERS_NOTE = (
     "Answers of four bytes, exact, with the true text fed; two ways to skip on the same documents. "
-    "In brackets: the 95 % interval of the difference of the shares right, over documents; then "
-    "answers that only the second, and that only the first way got right."
+    "First what is claimed to answer as many, then what it is held against. In brackets: the 95 % "
+    "interval of the difference of the shares right, over documents; then answers that only the "
+    "first, and that only the second way got right. A claim whose interval touches zero from above "
+    "holds; where nothing differs nothing is decided."
 )
 
 
@@ -203,22 +203,23 @@ def _interval(figure: Mapping[str, Any], key: str, *, signed: bool = False) -> s
 
 
 def _answers(reports: Mapping[str, Report]) -> Iterator[str]:
-    """A line for each pair."""
+    """A line for each claim."""
+    verdicts = [
+        {one["claim"]: one for one in report.get("answers", [])} for report in reports.values()
+    ]
     yield _line("claim", *reports)
     yield _rule(1 + len(reports))
-    for pairs in zip(*(report["answers"]["pairs"] for report in reports.values()), strict=True):
-        yield _line(pairs[0]["claim"], *map(_compared, pairs))
+    for claim in dict.fromkeys(claim for known in verdicts for claim in known):
+        yield _line(claim, *(_compared(known.get(claim)) for known in verdicts))
 
 
-def _compared(pair: Mapping[str, Any]) -> str:
-    documents = [number for number, of in enumerate(pair["before"]) for _ in of]
-    before, now = ([right for of in pair[side] for right in of] for side in ("before", "now"))
-    change = compare(before, now, documents)
-    low, high = change.interval or (None, None)
-    shown = _interval({"value": change.difference, "low": low, "high": high}, "value", signed=True)
+def _compared(found: Mapping[str, Any] | None) -> str:
+    if found is None or found["verdict"] == NOT_RUN:
+        return NOT_RUN
     return (
-        f"{sum(now)} against {sum(before)} of {change.answers}: {shown}, "
-        f"+{change.gained} -{change.lost}"
+        f"{found['right']} against {found['right_before']} of {found['answers']}: "
+        f"{_interval(found, 'difference', signed=True)}, +{found['gained']} -{found['lost']}: "
+        f"**{found['verdict']}**"
     )
 
 
@@ -230,19 +231,34 @@ def _rule(columns: int) -> str:
     return "|---" * columns + "|"
 
 
+def _named(argument: str, given: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    """`NAME=PATH` of each."""
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not (name and equals and path):
+            refuse(argument, text, "NAME=DIRECTORY")
+        yield name, Path(path)
+
+
 def main() -> None:
     """Read and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("reports", nargs="+", metavar="NAME=DIRECTORY", help="of a checkpoint")
+    parser.add_argument(
+        "--answers",
+        action="append",
+        default=[],
+        metavar="NAME=RESULTS",
+        help="of a study on that checkpoint: a directory, or one packed",
+    )
     parser.add_argument("--output", type=Path, required=True, help="without .json and .md")
     arguments = parser.parse_args()
     try:
-        reports = {}
-        for given in arguments.reports:
-            name, equals, folder = given.partition("=")
-            if not (name and equals and folder):
-                refuse("reports", given, "NAME=DIRECTORY")
-            reports[name] = load_report(Path(folder))
+        reports = {name: load_report(path) for name, path in _named("reports", arguments.reports)}
+        for name, path in _named("--answers", arguments.answers):
+            if name not in reports:
+                refuse("--answers", name, f"a checkpoint with a report: {', '.join(reports)}")
+            reports[name]["answers"] = _rounded(judge_answers(path))
         for suffix, content in (
             (".md", write_markdown(reports)),
             (".json", json.dumps(reports) + "\n"),

@@ -18,7 +18,6 @@ NEED_TRANSFORMERS = (
     "answers",
     "beyond",
     "methods",
-    "pairs",
     "run",
     "speculation",
     "trained_methods",

@@ -4,18 +4,18 @@
 import json
 import shutil
 import sys
+from dataclasses import asdict
 
 import pytest
 from report_cases import write_traces
 
 from benchmarks.study import orderings
+from benchmarks.study.cells import DENSE, Cell
+from benchmarks.study.claims import CLAIMS
 from benchmarks.study.orderings import load_report, write_markdown
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError
 from spin_trtllm.report.run import plan_report, run_report
-
-RIGHT = [[True, True]] * 7 + [[True, False]]
-WRONG = [[True, False]] * 7 + [[False, True]]
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +92,32 @@ def test_verdicts_stand_side_by_side():
     assert "In answers" not in text
 
 
-def test_answers_are_paired():
-    answers = {"pairs": [{"claim": "more answers", "before": WRONG, "now": RIGHT}]}
-    text = write_markdown({"one": found(HOLDS) | {"answers": answers}})
-    (row,) = (r for r in text.splitlines() if r.startswith("| more answers"))
-    assert row.startswith("| more answers | 15 against 8 of 16: +0.4375 (+")
-    assert row.endswith("), +8 -1 |")
+MORE = {
+    "claim": "more answers",
+    "verdict": "holds",
+    "right": 15,
+    "right_before": 8,
+    "answers": 16,
+    "difference": 0.4375,
+    "low": 0.125,
+    "high": 0.5,
+    "gained": 8,
+    "lost": 1,
+}
+
+
+def test_answers_stand_side_by_side():
+    shown = "15 against 8 of 16: +0.4375 (+0.1250 to +0.5000), +8 -1: **holds**"
+    not_run = MORE | {"verdict": "not run"}
+    text = write_markdown(
+        {
+            "one": found(HOLDS) | {"answers": [MORE]},
+            "two": found(HOLDS) | {"answers": [not_run]},
+            "three": found(HOLDS),
+        }
+    )
+    assert "\n| claim | one | two | three |\n" in text
+    assert f"\n| more answers | {shown} | not run | not run |\n" in text
 
 
 @pytest.mark.parametrize(
@@ -127,17 +147,34 @@ def test_broken_reports_are_refused(folder):
 
 
 def test_the_command_writes_both_files(folder, tmp_path, monkeypatch, capsys):
-    answers = {"pairs": [{"claim": "as many", "before": RIGHT, "now": RIGHT}]}
-    (folder / orderings.ANSWERS).write_text(json.dumps(answers), encoding="utf-8")
-    line = ["orderings", f"one={folder}", "--output", str(tmp_path / "both")]
-    monkeypatch.setattr(sys, "argv", line)
-    orderings.main()
-    written = json.loads((tmp_path / "both.json").read_text(encoding="utf-8"))
-    assert written["one"]["answers"] == answers
-    page = (tmp_path / "both.md").read_text(encoding="utf-8")
-    assert "| as many | 15 against 15 of 16: +0.0000 (+0.0000 to +0.0000), +0 -0 |" in page
-    monkeypatch.setattr(sys, "argv", [*line[:1], str(folder), *line[2:]])
-    with pytest.raises(SystemExit) as stopped:
+    claim = CLAIMS[0]
+    cells = [Cell(claim.now.question, *DENSE), claim.before, claim.now]
+    (tmp_path / "study").mkdir()
+    for cell in cells:
+        result = {"cell": asdict(cell), "source": "one model and text", "right": [[True]] * 8}
+        path = tmp_path / "study" / f"{cell.name}.json"
+        path.write_text(json.dumps(result), encoding="utf-8")
+    line = ["orderings", "--output", str(tmp_path / "both")]
+
+    def call(*more):
+        monkeypatch.setattr(sys, "argv", [*line, *more])
         orderings.main()
-    assert stopped.value.code == 2
-    assert "NAME=DIRECTORY" in capsys.readouterr().err
+
+    call(f"one={folder}", "--answers", f"one={tmp_path / 'study'}")
+    written = json.loads((tmp_path / "both.json").read_text(encoding="utf-8"))
+    assert written["one"]["answers"][0]["right"] == 8
+    page = (tmp_path / "both.md").read_text(encoding="utf-8")
+    shown = "8 against 8 of 8: +0.0000 (+0.0000 to +0.0000), +0 -0: **undecided**"
+    assert f"\n| {claim.text} | {shown} |\n" in page
+    assert f"\n| {CLAIMS[-1].text} | not run |\n" in page
+    call(f"one={folder}")
+    assert "In answers" not in (tmp_path / "both.md").read_text(encoding="utf-8")
+    for more, message in (
+        ([str(folder)], "NAME=DIRECTORY"),
+        ([f"one={folder}", "--answers", "one"], "NAME=DIRECTORY"),
+        ([f"one={folder}", "--answers", f"two={folder}"], "a checkpoint with a report: one"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            call(*more)
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
