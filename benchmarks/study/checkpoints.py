@@ -3,6 +3,8 @@
 
     python -m benchmarks.study.checkpoints build/study build/study-seed-1 --output both.md
 
+Each is a directory of results or a packed file of them.
+
 The documents are the same for both, so the difference of the two costs is paired: an interval
 without zero says that the checkpoints differ, not that one of them answers better.
 """
@@ -13,19 +15,28 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.study.documents import TEXT
 from benchmarks.study.intervals import mean_interval
-from benchmarks.study.questions import DENSE, load_results
-from benchmarks.study.tables import Result, documents_of_answers, flat, label, signed, table
+from benchmarks.study.questions import DENSE, load_about, load_results
+from benchmarks.study.report import ran_on
+from benchmarks.study.rows import is_generated, less
+from benchmarks.study.tables import (
+    Result,
+    counted,
+    documents_of_answers,
+    flat,
+    label,
+    signed,
+    table,
+)
 from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.files import atomic_file
 
-
-def costs(result: Result, dense: Result) -> list[float]:
-    """What a method changed in each answer: nats a byte of text, else right less right before."""
-    what = "nats" if result["cell"]["question"]["task"] == TEXT else "right"
-    pairs = zip(flat(result[what]), flat(dense[what]), strict=True)
-    return [float(now) - float(before) for now, before in pairs]
+_READING = (
+    "Of each checkpoint what is right, and what a method changes in it: the share right less "
+    "dense's, of text nats a byte less dense's; then how the two changes differ. In brackets 95 % "
+    "intervals over documents, which are the same for both. What is generated is left out: it is "
+    "another text on each."
+)
 
 
 def write_comparison(first: Path, second: Path) -> str:
@@ -35,14 +46,16 @@ def write_comparison(first: Path, second: Path) -> str:
         SpinError: as `load_results`; no method that both ran.
     """
     ours, theirs = load_results(first), load_results(second)
-    parts = []
-    for question in (name for name in ours if name in theirs):
-        rows = list(_rows(ours[question], theirs[question]))
-        if rows:
-            parts += [f"## {question}", table(rows)]
-    if not parts:
+    parts = ["<!-- SPDX-License-Identifier: Apache-2.0 -->", "# Two checkpoints", _READING]
+    for name, path, results in (("First", first, ours), ("Second", second, theirs)):
+        lines = (f"{name}: `{path}`", *ran_on(results, load_about(path)))
+        parts.append("\n".join(f"- {line}" for line in lines))
+    tables = {name: list(_rows(ours[name], theirs[name])) for name in ours if name in theirs}
+    if not any(tables.values()):
         refuse("second", str(second), f"a directory with methods that {str(first)!r} ran, too")
-    return "\n\n".join(("# Two checkpoints", *parts)) + "\n"
+    for name, rows in tables.items():
+        parts += [f"## {name}", table(rows)] if rows else []
+    return "\n\n".join(parts) + "\n"
 
 
 def _rows(ours: list[Result], theirs: list[Result]) -> Iterator[dict[str, str]]:
@@ -50,12 +63,12 @@ def _rows(ours: list[Result], theirs: list[Result]) -> Iterator[dict[str, str]]:
     others = {label(result): result for result in theirs}
     for mine in ours:
         other = others.get(label(mine))
-        if other is None or "tokens" in mine:  # what is generated is another text on each
+        if other is None or is_generated(mine):
             continue
         row = {"method": label(mine), "right": _right(mine), "right, second": _right(other)}
         if mine["cell"]["method"] != DENSE:
             documents = documents_of_answers(mine)
-            before, after = costs(mine, ours[0]), costs(other, theirs[0])
+            before, after = less(mine, ours[0]), less(other, theirs[0])
             change = [b - a for a, b in zip(before, after, strict=True)]
             row |= {
                 name: signed(sum(values) / len(values), mean_interval(values, documents))
@@ -69,14 +82,15 @@ def _rows(ours: list[Result], theirs: list[Result]) -> Iterator[dict[str, str]]:
 
 
 def _right(result: Result) -> str:
-    right = flat(result["right"])
-    return f"{sum(right)} of {len(right)}"
+    return counted(flat(result["right"]))
 
 
 def main() -> None:
     """Write the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("first", type=Path, help="output directory of a study")
+    parser.add_argument(
+        "first", type=Path, help="output directory of a study, or its packed results"
+    )
     parser.add_argument("second", type=Path, help="of the same study, another checkpoint")
     parser.add_argument("--output", type=Path, required=True, help="Markdown")
     arguments = parser.parse_args()

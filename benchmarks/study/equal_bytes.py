@@ -16,7 +16,9 @@ SPIN = "spin"
 NOTE = (
     "At equal bytes SPIN's answers are those on a straight line between its two nearest cells, "
     "answer by answer; dense is SPIN at a sparsity of 0. Where SPIN's curve bulges upwards the "
-    "line lies below it, which favours the other method."
+    "line lies below it, which favours the other method. Where all cells of SPIN read more, the "
+    "one that reads least stands for it: a method that is better all the same is told, one that is "
+    "worse is not."
 )
 
 
@@ -26,17 +28,23 @@ class Match:
 
     Attributes:
         result: the method's.
-        between: shares of dense's bytes of SPIN's nearest cells; None where SPIN has none of fewer.
+        between: shares of dense's bytes of SPIN's nearest cells, fewer and more; equal where all
+            cells of SPIN read more, of which that of the fewest stands for it.
         spin: mean of SPIN's answers there: a share right, or nats a byte.
         difference: the method's mean less SPIN's, with its interval over documents.
         interval: of that; None of too few documents.
     """
 
     result: Result
-    between: tuple[float, float] | None
-    spin: float = 0.0
-    difference: float = 0.0
-    interval: tuple[float, float] | None = None
+    between: tuple[float, float]
+    spin: float
+    difference: float
+    interval: tuple[float, float] | None
+
+    @property
+    def is_below(self) -> bool:
+        """Whether SPIN reads more in all of its cells, so that only a better method is told."""
+        return _bytes(self.result) < self.between[0]
 
     @property
     def verdict(self) -> str:
@@ -62,10 +70,8 @@ def match_rows(matches: Sequence[Match]) -> list[Row]:
 
 def _match(result: Result, curve: Sequence[Result]) -> Match:
     places = [_bytes(one) for one in curve]
-    place = min(_bytes(result), places[-1])  # some read more than dense
+    place = min(max(_bytes(result), places[0]), places[-1])  # some read more than dense
     above = bisect_left(places, place)
-    if above == 0 and place < places[0]:
-        return Match(result, None)
     below = max(above - 1, 0)
     width = places[above] - places[below]
     weight = (place - places[below]) / width if width else 1.0
@@ -85,17 +91,14 @@ def _match(result: Result, curve: Sequence[Result]) -> Match:
 
 def _row(match: Match) -> Row:
     found = values(match.result)
-    row = {
+    low, high = match.between
+    cells = f"{low:.3f} and {high:.3f}" if low < high else f"{low:.3f}"
+    return {
         "method": label(match.result),
         "bytes": f"{_bytes(match.result):.3f}",
         measure_of(match.result): f"{sum(found) / len(found):.3f}",
-    }
-    if match.between is None:
-        return row
-    low, high = match.between
-    return row | {
-        "SPIN at these bytes": f"{match.spin:.3f}",
-        "between its cells at": f"{low:.3f} and {high:.3f}",
+        "SPIN": f"{match.spin:.3f}",
+        "from its cells at": f"{cells}, more bytes" if match.is_below else cells,
         "less SPIN": signed(match.difference, match.interval),
     }
 

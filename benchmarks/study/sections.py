@@ -169,11 +169,12 @@ def _against_spin(results: Sequence[Result]) -> Iterator[str]:
     """Which methods can be told from SPIN at equal bytes."""
     groups: dict[str, list[Result]] = defaultdict(list)
     for match in match_all(results):
-        groups[match.verdict if match.between else _FEWER].append(match.result)
-    yield from _grouped("SPIN at equal bytes", groups)
+        untold = match.is_below and match.verdict != BETTER
+        groups[_FEWER if untold else match.verdict].append(match.result)
+    yield from _grouped("SPIN at equal bytes or more", groups)
 
 
-_FEWER = "fewer bytes than any cell of SPIN"
+_FEWER = "not better, with fewer bytes"
 
 
 def _grouped(other: str, groups: Mapping[str, Sequence[Result]]) -> Iterator[str]:
@@ -182,7 +183,7 @@ def _grouped(other: str, groups: Mapping[str, Sequence[Result]]) -> Iterator[str
         WORSE: f"Worse than {other}",
         EVEN: f"Not told apart from {other}",
         UNKNOWN: f"Too few documents to tell from {other}",
-        _FEWER: "With fewer bytes than any cell of SPIN",
+        _FEWER: "With fewer bytes than any cell of SPIN, and not better than the nearest",
     }
     for kind, said in words.items():
         if groups.get(kind):

@@ -21,7 +21,9 @@ def save(folder, *results):
         question = {"task": "recall", "context_bytes": 4_096, "documents": 8, "queries": 2}
         question |= {"drafts": None} | more.get("question", {})
         cell = {"question": question, "method": method, "setting": 0.4 * (method == "spin")}
-        found = {"cell": cell, "right": right, "source": folder.name} | more.get("answers", {})
+        found = {"cell": cell, "right": right, "source": folder.name, "seconds": 1.0}
+        found |= {"environment": {"date": "2026-11-30", "device": folder.name, "versions": {}}}
+        found |= more.get("answers", {})
         (folder / f"{number}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -35,6 +37,8 @@ def test_costs_are_paired_by_document(tmp_path):
     save(tmp_path / "b", ("dense", ALL, {}), ("spin", [[True, True], *HALF[1:]], {}))
     text = write_comparison(tmp_path / "a", tmp_path / "b")
     assert "## recall at 4,096 bytes, 8 documents, 2 answers each" in text
+    for place, name in (("First", "a"), ("Second", "b")):
+        assert f"- {place}: `{tmp_path / name}`\n- 2 cells on {name}, " in text
     assert cells(text, "`dense`") == ["`dense`", "16 of 16", "16 of 16", "-", "-", "-"]
     spin = cells(text, "`spin` 0.4")
     assert spin[1:3] == ["8 of 16", "9 of 16"]

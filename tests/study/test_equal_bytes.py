@@ -5,6 +5,7 @@ import pytest
 
 from benchmarks.study.equal_bytes import match_all, match_rows
 from benchmarks.study.rows import BETTER, EVEN, UNKNOWN, WORSE
+from benchmarks.study.sections import _against_spin
 
 DOCUMENTS = 10
 ALL, HALF, NONE = ([[first, second]] * DOCUMENTS for first, second in ((1, 1), (1, 0), (0, 0)))
@@ -57,16 +58,25 @@ def test_less_text_is_better():
         "method": "`hisa` 0.5",
         "bytes": "0.750",
         "nats": "1.200",
-        "SPIN at these bytes": "1.500",
-        "between its cells at": "0.500 and 1.000",
+        "SPIN": "1.500",
+        "from its cells at": "0.500 and 1.000",
         "less SPIN": "-0.300 (-0.300 to -0.300)",
     }
 
 
-def test_below_the_curve_nothing_is_compared():
-    (match,) = match_all([*CURVE, result("tisa", 0.2, ALL, 0.8)])
-    assert match.between is None
-    assert match_rows([match]) == [{"method": "`tisa` 0.8", "bytes": "0.200", "right": "1.000"}]
+def test_below_the_curve_only_a_better_method_is_told():
+    better, worse = match_all(
+        [*CURVE, result("hisa", 0.2, ALL, 0.8), result("tisa", 0.2, NONE, 0.8)]
+    )
+    assert (better.verdict, worse.verdict) == (BETTER, WORSE)
+    assert better.is_below
+    assert better.between == (0.4, 0.4)
+    assert match_rows([better])[0]["from its cells at"] == "0.400, more bytes"
+    said = list(_against_spin([*CURVE, better.result, worse.result]))
+    assert said == [
+        "Better than SPIN at equal bytes or more: `hisa` 0.8.",
+        "With fewer bytes than any cell of SPIN, and not better than the nearest: `tisa` 0.8.",
+    ]
 
 
 def test_without_spin_nothing_is_compared():
