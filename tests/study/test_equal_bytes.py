@@ -31,6 +31,7 @@ CURVE = [
         (0.5, HALF, (0.4, 0.6), 0.75, WORSE),
         (0.6, ALL, (0.4, 0.6), 1.0, EVEN),  # as many as a cell of SPIN
         (0.4, HALF, (0.4, 0.4), 0.5, EVEN),  # its last cell
+        (0.399, HALF, (0.4, 0.4), 0.5, EVEN),
         (0.8, ALL, (0.6, 1.0), 1.0, EVEN),
         (1.1, HALF, (0.6, 1.0), 1.0, WORSE),  # more than dense: next to dense
     ],
@@ -42,6 +43,7 @@ def test_spin_is_met_at_the_bytes_of_the_method(share, right, between, spin, ver
     mean = sum(map(sum, right)) / (2 * DOCUMENTS)
     assert match.difference == pytest.approx(mean - spin)
     assert match.verdict == verdict
+    assert not match.is_below
 
 
 def test_less_text_is_better():
