@@ -29,6 +29,18 @@ from spin_trtllm.files import atomic_file
 _FILES = ("model.safetensors", "config.json")
 
 
+def digests_of(checkpoint: Path) -> dict[str, str]:
+    """SHA-256 of the weights and the configuration, by file name.
+
+    Raises:
+        SpinError: no checkpoint.
+    """
+    try:
+        return {n: hashlib.sha256((checkpoint / n).read_bytes()).hexdigest() for n in _FILES}
+    except OSError as error:
+        raise SpinError(f"checkpoint: cannot read {str(checkpoint)!r}: {error}") from error
+
+
 def describe(folder: Path, checkpoint: Path, corpus: Path | None) -> dict[str, Any]:
     """What `about.json` holds.
 
@@ -41,10 +53,7 @@ def describe(folder: Path, checkpoint: Path, corpus: Path | None) -> dict[str, A
         SpinError: the results were made from something else, or by another version.
     """
     results = load_results(folder)
-    try:
-        digests = {n: hashlib.sha256((checkpoint / n).read_bytes()).hexdigest() for n in _FILES}
-    except OSError as error:
-        raise SpinError(f"checkpoint: cannot read {str(checkpoint)!r}: {error}") from error
+    digests = digests_of(checkpoint)
     text = license_text() if corpus is None else load_corpus(corpus).held_out.tobytes()
     source = Study(torch.nn.Module(), " ".join(digests.values()), text, folder).source
     if source != next(iter(results.values()))[0]["source"]:

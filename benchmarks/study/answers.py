@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from benchmarks.study.about import digests_of
 from benchmarks.study.documents import DIALOGUE, documents_of
 from benchmarks.study.intervals import share_interval
 from benchmarks.study.tasks import TASKS
 from benchmarks.tiny_model.corpus import load_corpus
 from benchmarks.tiny_model.forward import Forward
 from benchmarks.tiny_model.model import BOS
+from spin_trtllm.environment import environment
 from spin_trtllm.errors import SpinError
 from spin_trtllm.files import atomic_file
 from spin_trtllm.recall import RecallDocument
@@ -113,9 +114,8 @@ def main() -> None:
         }
         figures = {
             "checkpoint": str(arguments.checkpoint),
-            "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {platform.machine()}",
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "sha256": digests_of(arguments.checkpoint),
+            "environment": environment(model),
             "documents": arguments.documents,
             "context_bytes": tasks,
         }

@@ -99,7 +99,7 @@ def difference(claims: Iterable[Claim]) -> str:
     )
     of = verdicts.total()
     said = [f"{words.format(number)} of {of} comparisons." for number, words in parts if number]
-    return " ".join(said) or "Nothing to compare yet: the cells have not been run."
+    return " ".join(said) or "Nothing to compare: no cells without exploration were run."
 
 
 def count(claims: Sequence[Claim]) -> str:

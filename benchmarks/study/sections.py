@@ -147,7 +147,12 @@ def _question(name: str, results: Sequence[Result]) -> Section:
         if matches:
             tables["Next to SPIN at equal bytes."] = match_rows(matches)
             found += _against_spin(results)
-    return Section(name, "", found, "", chart_of(name, results), tables)
+    chart = chart_of(name, results)
+    claims = [claim for _, _, claim in exploration_claims({name: results})]
+    if chart is None and not claims:
+        return Section(name, "", found, "", None, tables)
+    paper = STUDIES["tables2-5"].paper
+    return Section(name, paper, found, difference(claims), chart, tables)
 
 
 def _against_dense(results: Sequence[Result]) -> Iterator[str]:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers are judged at their own places, and read with the text before them alone."""
 
+import hashlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 from benchmarks.study.tasks import dialogue, task_document
 
 pytest.importorskip("transformers")
+from benchmarks.study import answers
 from benchmarks.study.answers import answer_all, right_answers
+from benchmarks.tiny_model.corpus import save_corpus
 from benchmarks.tiny_model.forward import Forward
 from spin_trtllm import tiny
 
@@ -72,6 +76,22 @@ def test_readme_quotes_the_results():
         low, high = counts["interval"]
         row = f"| `{task}` | {counts['right']} of {counts['answers']} | {low:.3f} to {high:.3f} |"
         assert row in text
+
+
+def test_the_command_says_what_answered(tmp_path, monkeypatch):
+    save_corpus(tmp_path / "corpus.zip", b"", FILLER, {})
+    asked = []
+    monkeypatch.setattr(answers, "answer_all", lambda forward, **given: asked.append(given) or {})
+    target, checkpoint = tmp_path / "made" / "answers.json", tiny.checkpoint_path()
+    line = ["answers", "--checkpoint", str(checkpoint), "--output", str(target), "--corpus"]
+    monkeypatch.setattr(sys, "argv", [*line, str(tmp_path / "corpus.zip"), "--queries", "3"])
+    answers.main()
+    assert asked == [{"documents": 6, "context_bytes": 4_096, "queries": 3, "filler": FILLER}]
+    figures = json.loads(target.read_text(encoding="utf-8"))
+    weights = hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
+    assert figures["sha256"]["model.safetensors"] == weights
+    assert figures["environment"]["versions"]["torch"] == torch.__version__
+    assert figures["context_bytes"] == {"4096": {}}
 
 
 def test_all_tasks_are_counted(forward):

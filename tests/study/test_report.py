@@ -211,7 +211,7 @@ def test_the_page_is_whole_and_says_what_was_found(tmp_path):
         "What a model of 7.6 million parameters can and cannot show",
         "It cannot show",
         "<strong>The paper: </strong>At 40 to 50 % sparsity exploration recalls at least as much",
-        "<strong>Where they differ: </strong>Nothing to compare yet",
+        "<strong>Where they differ: </strong>Nothing to compare: no cells without",
         "At 40% SPIN loses 6 of dense's 15 right answers and gains 3, over 3 questions.",
         "Too few documents to tell from dense: hisa 0.6; spin 0.4; streaming 0.6; tisa 0.6.",
         "a machine, torch 1, transformers 2, 2026-11-30",
