@@ -11,12 +11,17 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import hook_standin
 import pytest
+import torch
 from hook_batch import GRAPH_DUMMY, HostBatch
 from hook_helpers import SMALL, engine_of, hook
 from hook_record import Record
+from safetensors import safe_open
 
+from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError
+from spin_trtllm.hosts.trtllm import activate
 from spin_trtllm.hosts.trtllm import capture as captures
 from spin_trtllm.hosts.trtllm import indexer as hooks
 from spin_trtllm.hosts.trtllm.capture_settings import CaptureSettings, read_capture
@@ -264,6 +269,44 @@ for _ in range(3):
     assert ran.stderr == ""
     (path,) = tmp_path.iterdir()
     assert len(Trace(path)) == 3
+
+
+def test_the_environment_reaches_the_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "spin.yaml"
+    config.write_text(SpinConfig.from_dict(SMALL).to_yaml())
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    for name, value in {
+        "TLLM_SPIN": config,
+        "TLLM_SPIN_BACKEND": "host",
+        "TLLM_SPIN_CAPTURE": folder,
+        "TLLM_SPIN_CAPTURE_STEPS": 3,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(activate, "_outcomes", {})
+    assert activate.install(hook_standin.__name__)
+    batch = HostBatch(1)
+    number = batch.join(500)
+    for _ in range(3):
+        batch.step([number])
+    assert [len(Trace(path)) for path in folder.iterdir()] == [3]
+
+
+def test_a_visible_nan_is_never_selected_and_an_invisible_score_is_none(tmp_path: Path) -> None:
+    nan, infinity = float("nan"), float("inf")
+    recording = Recording(5, 1, (2,), ratio=1, steps=2, rows=2, slots=6)
+    for start in (1, 3):
+        assert recording.goes_on(start, 2)
+        recording.put(0, torch.tensor([[nan, 1.0, 7.0, 8.0, nan, 9.0], [infinity, -infinity] * 3]))
+        recording.close_step()
+    assert not recording.goes_on(4, 2)
+    recording.save(tmp_path / "trace", top_k=2, source="")
+    with safe_open(tmp_path / "trace", framework="torch") as file:
+        (first,), _ = file.get_tensor("scores")
+    assert str(first.tolist()) == str(
+        [[-infinity, 1.0, *[nan] * 4], [infinity, -infinity, infinity, *[nan] * 3]]
+    )
+    assert Trace(tmp_path / "trace").accepted.tolist() == [1, 0]
 
 
 def test_settings_of_a_capture(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def traces(folder: Path) -> list[Path]:
     [
         (SMALL, {}, "host"),
         (SMALL, {"drafts": 2}, "host"),
+        (SMALL | {"target_sparsity": 0.0}, {"drafts": 1}, "host"),
         (SMALL, {"drafts": 1, "phases": True}, "host"),
         (SMALL | {"block_size": 16}, {"ratio": 1, "max_seq_len": 192}, "host"),
         (LARGE, {**PAGES, "drafts": 1}, "fused"),
