@@ -18,6 +18,7 @@ NEED_TRANSFORMERS = (
     "answers",
     "beyond",
     "methods",
+    "replay",
     "run",
     "speculation",
     "trained_methods",

@@ -24,6 +24,7 @@ from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.geometry import count_blocks, visible_slots
 from spin_trtllm.hosts.transformers import config_of, enable
 from spin_trtllm.hosts.transformers.call import head_weights, miss_rates
+from spin_trtllm.hosts.transformers.capture import Capture
 from spin_trtllm.hosts.transformers.hooks import find_indexers
 from spin_trtllm.reference import pool_keys, score_blocks
 from spin_trtllm.reference.pool_keys import pooled_keys_read
@@ -33,10 +34,19 @@ from spin_trtllm.step import SpinStep, StepPlan
 
 
 class SpinRun:
-    """SPIN's own session at work; the same use as `HookedRun`, but one row a step."""
+    """SPIN's own session at work; the same use as `HookedRun`, but one row a step.
+
+    Args:
+        capture: also record scores and decisions of every step.
+    """
 
     def __init__(
-        self, model: torch.nn.Module, config: SpinConfig, sequence_ids: Sequence[int]
+        self,
+        model: torch.nn.Module,
+        config: SpinConfig,
+        sequence_ids: Sequence[int],
+        *,
+        capture: bool = False,
     ) -> None:
         self._config = config
         self._geometry = model_geometry(model)
@@ -46,6 +56,7 @@ class SpinRun:
             max_sequences=len(sequence_ids),
             sequence_ids=sequence_ids,
             probe=True,
+            capture=capture,
             strict=True,
         )
 
@@ -80,6 +91,11 @@ class SpinRun:
             dense_products=stats.dense_slots_scored * heads,
             products=(stats.spin_slots_scored + stats.pooled_keys_read) * heads,
         )
+
+    @property
+    def capture(self) -> Capture | None:
+        """What was recorded; None unless it was asked for."""
+        return self._session.capture
 
     @property
     def misses(self) -> Misses:
