@@ -178,9 +178,11 @@ def acceptance_found(questions: Questions) -> list[str]:
             of = result["cell"]["method"]
             if of != "dense" and of in POLICIES:
                 against = _against(result, results)
-                shown = f"{_length(result)} tokens a step, {_longer(result, results[0])} than dense"
+                shown = (
+                    f"{_length(result)} tokens a step; less dense's {_longer(result, results[0])}"
+                )
                 if of != "spin" and against:
-                    shown += f", {_longer(result, against)} than {label(against)}"
+                    shown += f", less those of {label(against)} {_longer(result, against)}"
                 lines.append(f"{short(name)}, {label(result)}: {shown}.")
     return lines or ["No cell with drafts has been run."]
 
@@ -199,7 +201,7 @@ def _acceptance_row(name: str, result: Result, results: Sequence[Result]) -> Row
         "policies": POLICIES[of],
         "drafts accepted": drafts["drafts accepted"],
         "tokens a step": _length(result),
-        "less dense": _longer(result, results[0]),
+        "less dense": "-" if of == "dense" else _longer(result, results[0]),
         "less `spin`": _longer(result, against) if against else "-",
         **{heading: _figure(result, key) for key, heading in _MISSES.items()},
     }
