@@ -136,6 +136,15 @@ def test_a_target_out_of_range_counts_as_the_nearest() -> None:
     assert torch.equal(got.row_blocks, want.row_blocks)
 
 
+@pytest.mark.parametrize("stem", ["predict_blocks", "observe_scores"])
+def test_averages_in_eight_bits_are_for_the_reference(stem: str) -> None:
+    tensors, options = arguments(stem)
+    codes = {name: tensors[name].char() for name in ("v", "d")}
+    with pytest.raises(SpinError, match=r"^v: got 'torch.int8', allowed: torch.float32, torch.bf"):
+        getattr(ops, stem)(**tensors | codes, **options)
+    getattr(reference, stem)(**tensors | codes, **options)
+
+
 def test_a_wrong_tensor_of_targets_is_named() -> None:
     tensors, options = arguments("select_blocks")
     for wrong in (torch.zeros(2, dtype=torch.int32), torch.zeros(3), torch.zeros(3, device="meta")):
