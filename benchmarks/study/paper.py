@@ -63,17 +63,19 @@ def quality_rows(questions: Questions) -> list[Row]:
 
 
 def exploration_claims(questions: Questions) -> Iterator[tuple[float, str, Claim]]:
-    """Sparsity, question and verdict wherever both cells of a claim of the paper were run."""
-    for name, results in _forced(questions):
+    """Sparsity, question and verdict wherever both cells of a claim of the paper were run.
+
+    The paper's claim is of exact answers, so none of text.
+    """
+    for name, results in _answered(questions):
         for explored in results:
             other = _without_exploration(explored, results)
             if other is None or setting(explored) not in CLAIMED_SPARSITIES:
                 continue
-            gains = [_sign(explored) * change for change in less(explored, other)]
-            estimate = mean_estimate(gains, documents_of_answers(explored))
-            text = f"{label(explored)} answers at least as well as {label(other)}"
-            metric = f"{measure_of(explored)}, difference"
-            yield setting(explored), name, judge(text, metric, estimate, or_equal=True)
+            estimate = mean_estimate(less(explored, other), documents_of_answers(explored))
+            text = f"{label(explored)} answers at least as much as {label(other)}"
+            claim = judge(text, "share right, difference", estimate, or_equal=True)
+            yield setting(explored), name, claim
 
 
 def exploration_found(questions: Questions) -> list[str]:
@@ -114,6 +116,12 @@ def _forced(questions: Questions) -> Iterator[tuple[str, Sequence[Result]]]:
     return ((name, rs) for name, rs in questions.items() if not is_generated(rs[0]))
 
 
+def _answered(questions: Questions) -> Iterator[tuple[str, Sequence[Result]]]:
+    """Those of them that ask for facts."""
+    forced = _forced(questions)
+    return ((name, rs) for name, rs in forced if rs[0]["cell"]["question"]["task"] != TEXT)
+
+
 def _quality_row(name: str, result: Result, results: Sequence[Result]) -> Row:
     documents = documents_of_answers(result)
     found, other = values(result), _without_exploration(result, results)
@@ -138,9 +146,9 @@ def _without_exploration(explored: Result, results: Sequence[Result]) -> Result 
 def _lost(questions: Questions) -> Iterator[str]:
     """Right answers that SPIN loses, at each sparsity, over all tasks but text."""
     sums: dict[float, Counter[str]] = {}
-    for _, results in _forced(questions):
+    for _, results in _answered(questions):
         dense = results[0]
-        for result in results if dense["cell"]["question"]["task"] != TEXT else ():
+        for result in results:
             if result["cell"]["method"] != "spin":
                 continue
             before, now = flat(dense["right"]), flat(result["right"])
@@ -152,11 +160,6 @@ def _lost(questions: Questions) -> Iterator[str]:
             f"At {sparsity:.0%} SPIN loses {of['lost']:,} of dense's {of['right']:,} right answers "
             f"and gains {of['gained']:,}, over {of['of']} questions."
         )
-
-
-def _sign(result: Result) -> int:
-    """Of a change for the better."""
-    return -1 if measure_of(result) == "nats" else 1
 
 
 # ---------------------------------------------------------------- Table 7

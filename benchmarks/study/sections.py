@@ -54,6 +54,7 @@ _NO_FIGURE = (
     "Its Tables 2 to 5 give quality against sparsity; no figure of it against bytes is held "
     "against this one."
 )
+_PLAIN_TEXT = "Its claims are of answers, not of plain text."
 _LENGTHS = "No ordering of acceptance lengths is checked; that of misses is:"
 
 
@@ -149,10 +150,12 @@ def _question(name: str, results: Sequence[Result]) -> Section:
             found += _against_spin(results)
     chart = chart_of(name, results)
     claims = [claim for _, _, claim in exploration_claims({name: results})]
+    paper, differ = STUDIES["tables2-5"].paper, difference(claims)
+    if task == TEXT:
+        paper, differ = _PLAIN_TEXT, "Nothing to compare."
     if chart is None and not claims:
-        return Section(name, "", found, "", None, tables)
-    paper = STUDIES["tables2-5"].paper
-    return Section(name, paper, found, difference(claims), chart, tables)
+        paper = differ = ""
+    return Section(name, paper, found, differ, chart, tables)
 
 
 def _against_dense(results: Sequence[Result]) -> Iterator[str]:

@@ -91,14 +91,19 @@ def test_the_claim_is_judged_where_both_were_run(explored, unexplored, verdict, 
     assert difference([claim]) == said
 
 
-def test_fewer_nats_speak_for_exploration():
-    text = [
-        result(method, 0.4, ALL, "text", nats=[[nats, nats]] * 4 + [[nats, 1.0]] * 4)
-        for method, nats in (("dense", 1.0), ("spin", 1.1), ("spin_unexplored", 1.2))
-    ]
-    ((_, _, claim),) = exploration_claims({"text": text})
-    assert claim.verdict == HOLDS
-    assert claim.difference == pytest.approx(0.075)
+def test_plain_text_is_measured_but_no_claim_of_answers():
+    asked = {
+        "text at 8,192 bytes": [
+            result(method, 0.4, ALL, "text", nats=[[nats, nats]] * 4 + [[nats, 1.0]] * 4)
+            for method, nats in (("dense", 1.0), ("spin", 1.1), ("spin_unexplored", 1.2))
+        ]
+    }
+    assert list(exploration_claims(asked)) == []
+    row = quality_rows(asked)[0]
+    assert row["answers"] == "1.0750 nats"
+    assert row["less unexplored"].startswith("-0.075 (-0.")
+    _, text = sections_of(asked)
+    assert text.paper == ""  # no figure of so few methods
 
 
 def drafted(method, setting, accepted, **more):
