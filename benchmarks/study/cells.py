@@ -2,7 +2,7 @@
 """Cells of the study, and the parts that it is run in.
 
 A cell is one task at one length with one method. Each part of the GPU's is meant for one call of
-less than ten minutes; `quick` runs on two CPU cores in as much.
+less than ten minutes by several processes; `quick` runs on two CPU cores in as much.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ PARTS: dict[str, tuple[Cell, ...]] = {
         *_cells(EQUAL[3:], *_over((16_384,), ("dialogue",))),
     ),
     "paper": (
-        *_cells(EXPLORED, RECALL_8K, RECALL_32K, *_over((16_384,), _KNOWN)),
-        *_cells(EXPLORED_64, RECALL_32K, MULTI_KEY_16K),
+        *_cells((*EXPLORED, *EXPLORED_64), RECALL_32K, MULTI_KEY_16K),
+        *_cells(EXPLORED, RECALL_8K, *_over((16_384,), ("single", "multi_query", "aggregation"))),
     ),
     "drafts": _cells(
         DRAFTED,

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from functools import partial
+from itertools import groupby
 
 import pytest
 import torch
@@ -196,6 +197,28 @@ def test_every_cell_can_be_run_and_has_its_dense_one():
     assert {cell.question.task for cell in cells} == set(NAMES)
     dense = {cell.question for cell in cells if (cell.method, cell.setting) == DENSE}
     assert {cell.question for cell in cells} == dense
+
+
+def test_the_paper_s_part_pairs_exploration_with_none():
+    settings = {}
+    for cell in PARTS["paper"]:
+        name = f"{cell.question.task} {cell.question.context_bytes}"
+        settings.setdefault(name, set()).add((cell.method, cell.setting))
+    blocks_of_16 = {("dense", 0), ("spin_query_30", 0.5)} | {
+        (method, sparsity)
+        for method in ("spin", "spin_unexplored")
+        for sparsity in (0.2, 0.3, 0.4, 0.5)
+    }
+    blocks_of_64 = {
+        (method, sparsity)
+        for method in ("spin_64", "spin_64_unexplored")
+        for sparsity in (0.4, 0.5)
+    }
+    both = dict.fromkeys(("recall 31744", "multi_key 16384"), blocks_of_16 | blocks_of_64)
+    others = ("recall 8192", "single 16384", "multi_query 16384", "aggregation 16384")
+    assert settings == both | dict.fromkeys(others, blocks_of_16)
+    questions = [cell.question for cell in PARTS["paper"]]
+    assert len(list(groupby(questions))) == 6  # each is read once
 
 
 def test_hard_tasks_are_asked_once_at_every_length():
