@@ -40,34 +40,36 @@ unsigned cluster_of(const cudaLaunchConfig_t& config) {
     return 1;
 }
 
-// Launches nothing, and writes down what was launched.
+bool operator==(const Clusters& a, const Clusters& b) {
+    return std::equal(a.of, a.of + a.count, b.of, b.of + b.count);
+}
+
+cudaKernelNodeParams node_params(const cudaLaunchConfig_t& config, const void* kernel,
+                                 void** arguments) {
+    cudaKernelNodeParams params = {};
+    params.func = const_cast<void*>(kernel);
+    params.gridDim = config.gridDim;
+    params.blockDim = config.blockDim;
+    params.sharedMemBytes = static_cast<unsigned>(config.dynamicSmemBytes);
+    params.kernelParams = arguments;
+    return params;
+}
+
+// Launches nothing, and writes down what cannot be renewed later.
 class Recording final : public Launcher {
 public:
     cudaError_t launch(const cudaLaunchConfig_t& config, const void*, void**) override {
-        if (launches.count == Launches::kMost) {
+        if (clusters.count == Clusters::kMost) {
             overflowed = true;
         } else {
-            launches.of[launches.count++] = {config.gridDim, config.blockDim,
-                                             config.dynamicSmemBytes, cluster_of(config)};
+            clusters.of[clusters.count++] = cluster_of(config);
         }
         return cudaSuccess;
     }
 
-    Launches launches;
+    Clusters clusters;
     bool overflowed = false;
 };
-
-bool same(const dim3& a, const dim3& b) {
-    return a.x == b.x && a.y == b.y && a.z == b.z;
-}
-
-// Whether the node is this launch: CUDA lists nodes as they were made, but does not promise it.
-bool is_launch(cudaGraphNode_t node, const Launches::Launch& launch) {
-    cudaKernelNodeParams params = {};
-    return cudaGraphKernelNodeGetParams(node, &params) == cudaSuccess &&
-           same(params.gridDim, launch.grid) && same(params.blockDim, launch.block) &&
-           params.sharedMemBytes == launch.shared_bytes;
-}
 
 bool is_captured(cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -87,6 +89,38 @@ bool has_device() {
 
 }  // namespace
 
+// Adds a kernel node for each launch, which waits for the one before. Unlike on a stream its start
+// does not overlap that one's end: in a graph there is nothing to gain by it, and with many rows
+// thread blocks that wait take the place of others that work.
+class Graph::Building final : public Launcher {
+public:
+    explicit Building(Graph& graph) : graph_(graph) {}
+
+    cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel,
+                       void** arguments) override {
+        const int i = graph_.clusters_.count;
+        const cudaKernelNodeParams params = node_params(config, kernel, arguments);
+        cudaGraphNode_t* const nodes = graph_.nodes_;
+        cudaKernelNodeAttrValue cluster = {};
+        cluster.clusterDim = {cluster_of(config), 1, 1};
+        built_ = built_ && i < Clusters::kMost &&
+                 cudaGraphAddKernelNode(&nodes[i], graph_.graph_, i > 0 ? &nodes[i - 1] : nullptr,
+                                        i > 0 ? 1 : 0, &params) == cudaSuccess &&
+                 (cluster.clusterDim.x == 1 ||
+                  cudaGraphKernelNodeSetAttribute(nodes[i], cudaLaunchAttributeClusterDimension,
+                                                  &cluster) == cudaSuccess);
+        if (built_) {
+            graph_.clusters_.of[graph_.clusters_.count++] = cluster.clusterDim.x;
+        }
+        return cudaSuccess;
+    }
+    bool is_whole() const { return built_; }
+
+private:
+    Graph& graph_;
+    bool built_ = true;
+};
+
 // Sets a node's parameters for each launch.
 class Graph::Renewal final : public Launcher {
 public:
@@ -95,18 +129,14 @@ public:
     cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel,
                        void** arguments) override {
         const int i = next_++;
-        cudaKernelNodeParams params = {};
-        params.func = const_cast<void*>(kernel);
-        params.gridDim = config.gridDim;
-        params.blockDim = config.blockDim;
-        params.sharedMemBytes = static_cast<unsigned>(config.dynamicSmemBytes);
-        params.kernelParams = arguments;
-        renewed_ = renewed_ && i < graph_.count_ && cluster_of(config) == graph_.clusters_[i] &&
+        const cudaKernelNodeParams params = node_params(config, kernel, arguments);
+        renewed_ = renewed_ && i < graph_.clusters_.count &&
+                   cluster_of(config) == graph_.clusters_.of[i] &&
                    cudaGraphExecKernelNodeSetParams(graph_.runnable_, graph_.nodes_[i], &params) ==
                        cudaSuccess;
         return cudaSuccess;
     }
-    bool is_whole() const { return renewed_ && next_ == graph_.count_; }
+    bool is_whole() const { return renewed_ && next_ == graph_.clusters_.count; }
 
 private:
     const Graph& graph_;
@@ -123,45 +153,26 @@ void Graph::clear() {
     }
     runnable_ = nullptr;
     graph_ = nullptr;
-    count_ = 0;
+    clusters_ = {};
 }
 
-bool Graph::fits(const Launches& launches) const {
-    if (count_ != launches.count) {
-        return false;
-    }
-    for (int i = 0; i < count_; ++i) {
-        if (clusters_[i] != launches.of[i].cluster) {
-            return false;
-        }
-    }
-    return true;
-}
-
-bool Graph::make(const Node& node, const Call& call, const Launches& launches) {
+bool Graph::make(const Node& node, const Call& call) {
     const Relaxed relaxed;
     cudaStream_t stream = nullptr;
-    if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) {
-        return true;
+    Building building(*this);
+    bool taken = true, made = cudaGraphCreate(&graph_, 0) == cudaSuccess;
+    if (made) {
+        const Redirect redirect(building);
+        taken = node.run(call);
     }
-    bool taken = true, made = false;
-    if (cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed) == cudaSuccess) {
-        Call captured = call;
-        captured.stream = stream;
-        taken = node.run(captured);
-        const size_t wanted = static_cast<size_t>(launches.count);
-        size_t count = Launches::kMost;
-        made = cudaStreamEndCapture(stream, &graph_) == cudaSuccess &&
-               cudaGraphGetNodes(graph_, nodes_, &count) == cudaSuccess && count == wanted &&
-               cudaGraphInstantiate(&runnable_, graph_, 0) == cudaSuccess &&
-               cudaGraphUpload(runnable_, stream) == cudaSuccess;
-        for (size_t i = 0; made && i < wanted; ++i) {
-            clusters_[i] = launches.of[i].cluster;
-            made = is_launch(nodes_[i], launches.of[i]);
-        }
+    // Uploaded now, so that the first launch need not allocate.
+    made = made && taken && building.is_whole() &&
+           cudaGraphInstantiate(&runnable_, graph_, 0) == cudaSuccess &&
+           cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess &&
+           cudaGraphUpload(runnable_, stream) == cudaSuccess;
+    if (stream != nullptr) {
+        cudaStreamDestroy(stream);
     }
-    cudaStreamDestroy(stream);
-    count_ = launches.count;
     if (!made) {
         clear();
     }
@@ -190,16 +201,16 @@ bool Graphs::prepare(const Node& node, const Call& call) {
             return false;
         }
     }
-    if (recording.launches.count == 0 || recording.overflowed) {
+    if (recording.clusters.count == 0 || recording.overflowed) {
         return true;
     }
     Graph* const found = std::find_if(std::begin(graphs_), std::end(graphs_), [&](const Graph& g) {
-        return !g.is_made() || g.fits(recording.launches);
+        return !g.is_made() || g.clusters() == recording.clusters;
     });
     if (found == std::end(graphs_)) {
         return true;
     }
-    if (!found->is_made() && !found->make(node, call, recording.launches)) {
+    if (!found->is_made() && !found->make(node, call)) {
         return false;
     }
     chosen_ = found->is_made() ? found : nullptr;

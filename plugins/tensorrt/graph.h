@@ -7,15 +7,11 @@
 
 namespace spin::trt {
 
-// What a node launches, but for kernels and their parameters.
-struct Launches {
-    static constexpr int kMost = 8;  // a node has at most six, unless its rows need several
+// How many thread blocks each launch groups: all that a graph cannot change once it is made.
+struct Clusters {
+    static constexpr int kMost = 8;  // launches: a node has at most six, unless rows need several
+    unsigned of[kMost] = {};
     int count = 0;
-    struct Launch {
-        dim3 grid, block;
-        size_t shared_bytes;
-        unsigned cluster;
-    } of[kMost];
 };
 
 // One graph with a kernel node for each launch.
@@ -26,25 +22,24 @@ public:
     Graph& operator=(const Graph&) = delete;
     ~Graph() { clear(); }
 
-    bool is_made() const { return count_ > 0; }
-    // Whether it can become these launches: a node's cluster is all that cannot be changed.
-    bool fits(const Launches& launches) const;
-    // Captures what `run` launches. False if that was refused; CUDA's own errors leave it unmade.
-    bool make(const Node& node, const Call& call, const Launches& launches);
+    bool is_made() const { return runnable_ != nullptr; }
+    const Clusters& clusters() const { return clusters_; }
+    // Of what `node` launches. False if that was refused; CUDA's own errors leave it unmade.
+    bool make(const Node& node, const Call& call);
     // Renews all parameters with those of `call`, and launches. `done`: whether CUDA took it.
     // False if the call was refused.
     bool launch(const Node& node, const Call& call, bool& done);
 
 private:
+    class Building;
     class Renewal;
 
     void clear();
 
     cudaGraph_t graph_ = nullptr;
     cudaGraphExec_t runnable_ = nullptr;
-    cudaGraphNode_t nodes_[Launches::kMost] = {};
-    unsigned clusters_[Launches::kMost] = {};
-    int count_ = 0;
+    cudaGraphNode_t nodes_[Clusters::kMost] = {};
+    Clusters clusters_;
 };
 
 // The graphs of a node in one execution context.
@@ -54,7 +49,7 @@ public:
     // The one place that allocates. False if the call was refused.
     bool prepare(const Node& node, const Call& call);
     // Launches a call's graph. Without one, and where the stream is being captured, the launches
-    // themselves, which overlap in the captured graph as in the stream. False if it was refused.
+    // themselves, whose starts and ends overlap. False if it was refused.
     bool run(const Node& node, const Call& call);
 
 private:

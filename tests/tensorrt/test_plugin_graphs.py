@@ -16,10 +16,10 @@ from plugin_host import HALF, NODES, TORCH_TYPES, Binding, Node
 from plugin_recorder import SIZES, Recorder, open_recorder
 
 CALLS = (
-    *("cudaGetDevice", "cudaStreamCreateWithFlags", "cudaStreamBeginCapture"),
-    *("cudaStreamEndCapture", "cudaGraphGetNodes", "cudaGraphKernelNodeGetParams"),
-    *("cudaGraphInstantiate", "cudaGraphUpload", "cudaGraphExecKernelNodeSetParams"),
-    *("cudaGraphLaunch", "cudaStreamIsCapturing"),
+    *("cudaGetDevice", "cudaGraphCreate", "cudaGraphAddKernelNode"),
+    *("cudaGraphKernelNodeSetAttribute", "cudaGraphInstantiate", "cudaStreamCreateWithFlags"),
+    *("cudaGraphUpload", "cudaGraphExecKernelNodeSetParams", "cudaGraphLaunch"),
+    "cudaStreamIsCapturing",
 )
 
 

@@ -5,10 +5,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <deque>
 #include <map>
 #include <set>
 #include <string>
-#include <vector>
 
 #include "status.h"
 
@@ -17,10 +17,10 @@ namespace played {
 // A kernel that would have run. `params` is a copy, taken when CUDA takes its own.
 struct Kernel {
     std::string stem, params;
-    dim3 grid, block;
-    unsigned cluster;
+    unsigned blocks, cluster;
     bool in_graph;
 };
+using Graph = std::deque<Kernel>;  // which stay where they are
 
 // Given by the including file.
 bool fails(const char* call);
@@ -32,8 +32,7 @@ struct Stem {
 };
 inline std::map<const void*, Stem> stems;  // by their kernel's address
 inline std::set<void*> streams, graphs;    // alive
-inline std::set<void*> captured;           // streams
-inline std::map<void*, std::vector<Kernel>> recorded;
+inline std::map<void*, int> captured;      // streams, and what was launched onto them
 inline cudaError_t last_error = cudaSuccess;
 
 inline cudaError_t give(const char* call, bool holds = true) {
@@ -43,9 +42,10 @@ inline cudaError_t give(const char* call, bool holds = true) {
     return error;
 }
 
-inline Kernel kernel_of(const void* function, void** arguments) {
-    const Stem& stem = stems.at(function);
-    return {stem.name, {static_cast<const char*>(arguments[0]), stem.bytes}, {}, {}, 1, false};
+inline Kernel kernel_of(const cudaKernelNodeParams& params) {
+    const Stem& stem = stems.at(params.func);
+    const char* const given = static_cast<const char*>(params.kernelParams[0]);
+    return {stem.name, {given, stem.bytes}, params.gridDim.x, 1, false};
 }
 
 template <typename Params>
@@ -97,15 +97,18 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
                                 void** arguments) {
     if (played::give("cudaLaunchKernelExC") != cudaSuccess)
         return cudaErrorUnknown;
-    played::Kernel kernel = played::kernel_of(function, arguments);
-    kernel.grid = config->gridDim;
-    kernel.block = config->blockDim;
+    cudaKernelNodeParams params = {};
+    params.func = const_cast<void*>(function);
+    params.gridDim = config->gridDim;
+    params.kernelParams = arguments;
+    played::Kernel kernel = played::kernel_of(params);
     for (unsigned i = 0; i < config->numAttrs; ++i) {
         if (config->attrs[i].id == cudaLaunchAttributeClusterDimension)
             kernel.cluster = config->attrs[i].val.clusterDim.x;
     }
-    if (played::captured.count(config->stream) != 0)
-        played::recorded[config->stream].push_back(kernel);
+    const auto captured = played::captured.find(config->stream);
+    if (captured != played::captured.end())
+        ++captured->second;
     else
         played::ran(kernel);
     return cudaSuccess;
@@ -134,37 +137,36 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
     *status = captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return played::give("cudaStreamIsCapturing");
 }
-cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
-    if (played::give("cudaStreamBeginCapture") != cudaSuccess)
+cudaError_t cudaGraphCreate(cudaGraph_t* graph, unsigned) {
+    if (played::give("cudaGraphCreate") != cudaSuccess)
         return cudaErrorUnknown;
-    played::captured.insert(stream);
-    played::recorded[stream].clear();
-    return cudaSuccess;
-}
-cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
-    played::captured.erase(stream);
-    *graph = nullptr;
-    if (played::give("cudaStreamEndCapture") != cudaSuccess)
-        return cudaErrorUnknown;
-    auto* const made = new std::vector<played::Kernel>(played::recorded[stream]);
+    auto* const made = new played::Graph;
     *graph = reinterpret_cast<cudaGraph_t>(made);
     played::graphs.insert(made);
     return cudaSuccess;
 }
-
-cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t* count) {
-    auto& kernels = *reinterpret_cast<std::vector<played::Kernel>*>(graph);
-    for (size_t i = 0; i < *count && i < kernels.size(); ++i)
-        nodes[i] = reinterpret_cast<cudaGraphNode_t>(&kernels[i]);
-    *count = kernels.size();
-    return played::give("cudaGraphGetNodes");
+// Takes a chain: each node after the one made before it.
+cudaError_t cudaGraphAddKernelNode(cudaGraphNode_t* node, cudaGraph_t graph,
+                                   const cudaGraphNode_t* after, size_t count,
+                                   const cudaKernelNodeParams* params) {
+    auto& kernels = *reinterpret_cast<played::Graph*>(graph);
+    const bool chained =
+        kernels.empty()
+            ? count == 0
+            : count == 1 && *after == reinterpret_cast<cudaGraphNode_t>(&kernels.back());
+    if (played::give("cudaGraphAddKernelNode", chained) != cudaSuccess)
+        return cudaErrorUnknown;
+    kernels.push_back(played::kernel_of(*params));
+    *node = reinterpret_cast<cudaGraphNode_t>(&kernels.back());
+    return cudaSuccess;
 }
-cudaError_t cudaGraphKernelNodeGetParams(cudaGraphNode_t node, cudaKernelNodeParams* params) {
-    const auto& kernel = *reinterpret_cast<played::Kernel*>(node);
-    params->gridDim = kernel.grid;
-    params->blockDim = kernel.block;
-    params->sharedMemBytes = 0;
-    return played::give("cudaGraphKernelNodeGetParams");
+cudaError_t cudaGraphKernelNodeSetAttribute(cudaGraphNode_t node, cudaLaunchAttributeID id,
+                                            const cudaLaunchAttributeValue* value) {
+    const bool known = id == cudaLaunchAttributeClusterDimension;
+    if (played::give("cudaGraphKernelNodeSetAttribute", known) != cudaSuccess)
+        return cudaErrorUnknown;
+    reinterpret_cast<played::Kernel*>(node)->cluster = value->clusterDim.x;
+    return cudaSuccess;
 }
 // A graph that runs shares its nodes with the one that it was made from.
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* runnable, cudaGraph_t graph, unsigned long long) {
@@ -184,9 +186,7 @@ cudaError_t cudaGraphExecKernelNodeSetParams(cudaGraphExec_t, cudaGraphNode_t no
         return cudaErrorUnknown;
     auto& kernel = *reinterpret_cast<played::Kernel*>(node);
     const unsigned cluster = kernel.cluster;
-    kernel = played::kernel_of(params->func, params->kernelParams);
-    kernel.grid = params->gridDim;
-    kernel.block = params->blockDim;
+    kernel = played::kernel_of(*params);
     kernel.cluster = cluster;
     return cudaSuccess;
 }
@@ -194,7 +194,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t runnable, cudaStream_t) {
     if (played::give("cudaGraphLaunch") != cudaSuccess)
         return cudaErrorUnknown;
     const cudaGraph_t graph = *reinterpret_cast<cudaGraph_t*>(runnable);
-    for (played::Kernel kernel : *reinterpret_cast<std::vector<played::Kernel>*>(graph)) {
+    for (played::Kernel kernel : *reinterpret_cast<played::Graph*>(graph)) {
         kernel.in_graph = true;
         played::ran(kernel);
     }
@@ -207,7 +207,7 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t runnable) {
     return played::give("cudaGraphExecDestroy", alive);
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-    auto* const made = reinterpret_cast<std::vector<played::Kernel>*>(graph);
+    auto* const made = reinterpret_cast<played::Graph*>(graph);
     const bool alive = played::graphs.erase(made) == 1;
     delete made;
     return played::give("cudaGraphDestroy", alive);

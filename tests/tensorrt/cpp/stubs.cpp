@@ -32,7 +32,7 @@ bool played::fails(const char*) {
 void played::ran(const Kernel& kernel) {
     const bool chosen = kernel.stem == "topk_slots";
     demand(chosen || kernel.cluster == 1, "cluster");
-    demand(!chosen || kernel.cluster == static_cast<unsigned>(cluster_of(kernel.grid.x)),
+    demand(!chosen || kernel.cluster == static_cast<unsigned>(cluster_of(kernel.blocks)),
            "cluster");
 }
 
