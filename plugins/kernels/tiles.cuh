@@ -219,7 +219,9 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks<State, kRows> - kFew
                 buffer[(lane + kHalo) * kPitch + j] = y[j];
             }
             __syncwarp();
-            const int start = query - (last_query & ~7) + kHalo * kGroup;
+            // Rows that are no draft may be further apart, and must not lead out of the buffer.
+            const int start =
+                min(max(query - (last_query & ~7), -2 * kGroup), kGroup - 1) + kHalo * kGroup;
             read_mirrored(buffer + lane * kPitch + start + (start >> 3), start & 7, y);
             d_moved |= d.learn(y, decay);
             __syncwarp();  // the next row or tile reuses the buffer

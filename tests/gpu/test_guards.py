@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
-from cases import put_scores, scores_of
+from cases import put_scores, same_bits, scores_of
 from torch import Tensor
 
+from spin_trtllm import ops
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.gpu_state import GpuState
 from spin_trtllm.gpu_step import GpuStep
@@ -80,3 +83,61 @@ def test_every_buffer_of_a_step_keeps_its_guards(
             step.adopt(layer, host, columns)
             step.top_k(layer)
             guards.check(f"step {t} layer {layer}")
+
+
+NOWHERE = (-1, -(2**40), 0, 3, 5_000, 149_999, 150_000, 2**40, 2**62)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_positions_that_no_host_sends_lead_nowhere(seed: int) -> None:
+    """Rows far apart, in any order and beyond the capacity, of sequences that go on and learn: the
+    device survives, and a sequence beside them is what it is alone."""
+    slots, ratio, rows = 40_000, 4, 4
+    config = SpinConfig(top_k=16, block_size=64, state_dtype="bf16", target_sparsity=0.6)
+    states = [GpuState(LAYERS[:1], sequences=3, slots=slots) for _ in range(2)]
+    steps = [GpuStep(config, s, ratio=ratio, sequences=3, rows=rows) for s in states]
+    lanes = torch.tensor([[0, 1, 2], [-1, -1, 2]]).cuda()
+    ids = torch.tensor([5, 6, 7]).cuda()
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    for t in range(6):
+        sane = 3_000 + 2 * t + torch.arange(rows)
+        odd = [[first + 2 * t, *draw.choices(NOWHERE, k=rows - 1)] for first in (9, 149_990)]
+        positions = torch.stack([torch.tensor(odd[0]), torch.tensor(odd[1]), sane]).cuda()
+        scores = scores_of("gaussian", (3, rows, slots), generator).cuda()
+        seen = []
+        for step, whose in zip(steps, lanes, strict=True):
+            step.begin(whose, ids, positions)
+            put_scores(step.layer(0), scores, config.block_size, float("nan"))
+            best = step.top_k(0)[2].clone()
+            seen.append((step.layer(0).block_list[2].clone(), best))
+        torch.cuda.synchronize()
+        for got, want in zip(*seen, strict=True):
+            assert torch.equal(got, want), t
+    for name in ("v", "d"):
+        got, want = (getattr(state, name)[0, 2] for state in states)
+        assert same_bits(got, want)
+        assert bool((want != 0).any())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_are_no_draft_teach_nobody_else(seed: int) -> None:
+    """As above, of the observation alone."""
+    slots, rows = 40_000, 4
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.tensor([draw.choices(NOWHERE, k=rows) for _ in range(2)] + [[9, 10, 11, 12]])
+    scores = scores_of("gaussian", (3, rows, slots), generator).cuda()
+    blocks = torch.ones(3, slots // 64, dtype=torch.bool, device="cuda")
+    found = []
+    for lanes in ([0, 1, 2], [-1, -1, 2]):
+        state = GpuState(LAYERS[:1], sequences=3, slots=slots)
+        given = (torch.tensor(lanes).cuda(), scores, blocks, positions.cuda())
+        accepted = torch.tensor([rows - 1] * 3).cuda()
+        options = {"ratio": 4, "block_size_slots": 64, "ema_decay": 0.9}
+        ops.observe_scores(state.v[0], state.d[0], *given, accepted, **options)
+        torch.cuda.synchronize()
+        found.append((state.v[0, 2], state.d[0, 2]))
+    for got, want in zip(*found, strict=True):
+        assert same_bits(got, want)
+        assert bool((want != 0).any())
