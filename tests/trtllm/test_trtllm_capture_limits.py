@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hook_standin
@@ -211,44 +212,84 @@ def test_with_graphs_nothing_is_captured_and_the_log_says_what_to_do(
     ]
 
 
+@pytest.mark.parametrize("next_n", [1, 2])
 @pytest.mark.parametrize("cause", ["short_sequences", "heuristic_top_k", "draft_loop"])
-def test_a_dense_step_ends_the_traces_before_it(cause: str, tmp_path: Path) -> None:
-    """SPIN is cold after it, which positions do not show; a replay would not follow."""
+def test_a_dense_step_ends_the_traces_before_it(cause: str, next_n: int, tmp_path: Path) -> None:
+    """SPIN is cold after it. With drafts its tokens pass for accepted ones, and a replay would not
+    follow."""
     counters = hook(SMALL, capture=CaptureSettings(tmp_path))
-    batch, record = HostBatch(1), Record(SMALL)
+    batch, record = HostBatch(1, drafts=next_n - 1), Record(SMALL)
     rows = [batch.join(500), batch.join(550)]
     for _ in range(4):
-        record.add(batch.step(rows), engine_of(batch))
+        record.add(batch.step(rows, next_n=next_n), engine_of(batch))
     owner, name = {
         "short_sequences": (batch.metadata, "skip_indexer_for_gen_reqs"),  # the whole step
         "heuristic_top_k": (batch.indexers[1], "_enable_heuristic_topk"),  # its later layer
         "draft_loop": (batch.metadata, "in_mtp_draft_loop"),
     }[cause]
     setattr(owner, name, True)
-    batch.step(rows)
+    batch.step(rows, next_n=next_n)
     setattr(owner, name, False)
     for _ in range(3):
-        batch.step(rows)
-    assert [len(record.check(path)) for path in tmp_path.iterdir()] == [4, 4]
-    assert counters.snapshot().capture_steps == {cause: 1, "written": 8}
+        batch.step(rows, next_n=next_n)
+    whole = 4 if next_n == 1 or cause == "heuristic_top_k" else 3  # accepted drafts are known of
+    assert [len(record.check(path)) for path in tmp_path.iterdir()] == [whole] * 2
+    assert counters.snapshot().capture_steps == {cause: 1, "written": 2 * whole}
 
 
-def test_layers_that_python_does_not_run_end_a_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("calls", [(0, None, None), (0, 0, 2), (0, None, 2)])
+def test_layers_that_python_does_not_run_once_end_a_trace(
+    calls: tuple[int | None, ...], tmp_path: Path
+) -> None:
     """Such as those of piecewise graphs, whose steps look eager."""
+    counters = hook(SMALL, capture=CaptureSettings(tmp_path))
+    batch, record = HostBatch(1, layers=(2, 4, 6), drafts=1), Record(SMALL)
+    number = batch.join(500)
+    for _ in range(4):
+        record.add(batch.step([number], next_n=2), engine_of(batch))
+    none = SimpleNamespace(sparse_attn_indexer=lambda *_: torch.zeros(2, 8, dtype=torch.int32))
+    indexers = batch.indexers
+    batch.indexers = [none if n is None else indexers[n] for n in calls]
+    batch.step([number], next_n=2)
+    batch.indexers = indexers
+    for _ in range(3):
+        batch.step([number], next_n=2)
+    (path,) = tmp_path.iterdir()
+    assert len(record.check(path)) == 4
+    assert counters.snapshot().capture_steps == {"unfinished_step": 1, "written": 4}
+
+
+def test_a_draft_loop_after_a_whole_step_ends_the_traces(tmp_path: Path) -> None:
+    """It keeps what waits from being observed, whichever sequences' it is."""
     counters = hook(SMALL, capture=CaptureSettings(tmp_path))
     batch, record = HostBatch(1), Record(SMALL)
     number = batch.join(500)
     for _ in range(4):
         record.add(batch.step([number]), engine_of(batch))
-    indexers, layers = batch.indexers, batch.layers
-    batch.indexers = indexers[:1]
-    batch.layers = layers[:1]
-    batch.step([number])
-    batch.indexers, batch.layers = indexers, layers
-    batch.step([number])
+    batch.metadata.in_mtp_draft_loop = True
+    batch._call(batch.indexers[0], *batch._inputs(1), 0, 0.0)
+    batch.metadata.in_mtp_draft_loop = False
+    for _ in range(3):
+        batch.step([number])
     (path,) = tmp_path.iterdir()
     assert len(record.check(path)) == 4
-    assert counters.snapshot().capture_steps == {"unfinished_step": 1, "written": 4}
+    assert counters.snapshot().capture_steps == {"written": 4}
+
+
+@pytest.mark.parametrize("jump_tokens", [8, -3])
+def test_a_sequence_that_jumps_ends_its_trace(jump_tokens: int, tmp_path: Path) -> None:
+    hook(SMALL, capture=CaptureSettings(tmp_path))
+    batch, record = HostBatch(1), Record(SMALL)
+    number = batch.join(500)
+    request = batch.requests[number]
+    for _ in range(4):
+        record.add(batch.step([number]), engine_of(batch))
+    batch._grow(request, request.tokens, request.tokens + max(jump_tokens, 0))
+    request.tokens += jump_tokens
+    for _ in range(3):
+        batch.step([number])
+    (path,) = tmp_path.iterdir()
+    assert len(record.check(path)) == 4
 
 
 def test_a_process_that_ends_writes_what_is_open(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from spin_trtllm.hosts.trtllm.capture_settings import (
     CaptureSettings,
 )
 from spin_trtllm.hosts.trtllm.counters import Counters
-from spin_trtllm.hosts.trtllm.rank import rank_of_process
+from spin_trtllm.hosts.trtllm.rank import rank_of
 from spin_trtllm.hosts.trtllm.recording import SCORE_BYTES, Recording
 from spin_trtllm.hosts.trtllm.sequences import SequenceLanes, is_dummy
 from spin_trtllm.hosts.trtllm.settings import BACKEND_VARIABLE
@@ -269,15 +269,14 @@ class Capture:
 
 
 def make_capture(
-    settings: CaptureSettings, manager: Any, shape: Any, config: SpinConfig, counters: Counters
+    settings: CaptureSettings, metadata: Any, shape: Any, config: SpinConfig, counters: Counters
 ) -> Capture | None:
-    """A capture for the engine of a KV-cache manager; None, and a line in the log, if none can be.
+    """A capture for an engine; None, and a line in the log, if none can be.
 
     Args:
-        shape: the engine's `HostShape`; config: with the targets of its layers.
+        metadata: of the engine's KV-cache manager; shape: the engine's `HostShape`.
+        config: with the targets of its layers.
     """
-    rank = getattr(getattr(manager, "mapping", None), "rank", None)
-    rank_text = rank_of_process() or "0" if rank is None else str(rank)
     try:
         capture = Capture(
             settings,
@@ -286,7 +285,7 @@ def make_capture(
             ratio=shape.ratio,
             top_k=shape.top_k,
             slots=shape.slots,
-            rank=rank_text,
+            rank=rank_of(metadata),
             about=f"sparsity {config.sparsity_text}, blocks of {config.block_size}",
         )
     except Exception as error:

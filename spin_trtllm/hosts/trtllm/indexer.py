@@ -208,7 +208,7 @@ class Host:
         manager = metadata.kv_cache_manager
         if self._capture is not None:
             engine.capture = make_capture(
-                self._capture, manager, engine.shape, engine.config, self.counters
+                self._capture, metadata, engine.shape, engine.config, self.counters
             )
             if engine.capture is not None:  # at the end of the manager, or of the process
                 finalize(manager, engine.capture.close)
