@@ -12,7 +12,6 @@ from benchmarks.study.beyond.capture import VIEWS, View
 from benchmarks.study.beyond.rivals import RulePolicy
 from benchmarks.study.beyond.variants import (
     E4m3State,
-    Log8State,
     NewestRead,
     Surprise,
     VerticalLog8,
@@ -28,13 +27,20 @@ from spin_trtllm.config import SpinConfig, preset
 from spin_trtllm.replay.policies import Policy, SpinPolicy
 
 SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.65)
-DEEP = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.65, 0.8, 0.9)  # of what may become a default
+DEEP = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.65, 0.8, 0.9)
 DEFAULT_BLOCKS = (16, 64)  # of the study, and the smallest that TensorRT-LLM's kernels can skip
-OPTIONS = {"block_size", "exploration", "exploration_policy", "query_share", "state_dtype"}
+OPTIONS = {  # what a default may set
+    "block_size",
+    "exploration",
+    "exploration_policy",
+    "query_merge",
+    "query_pooling",
+    "query_share",
+    "state_dtype",
+}
 BASELINE = "spin"
 
 MakePolicy = Callable[..., Policy]  # of a configuration and a trace
-LOG8 = partial(SpinPolicy, variant=Log8State)  # as `state_dtype: log8` decides
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Arm:
         fp8_pooled_keys: whether the query ranks by pooled keys rounded as they are counted.
         fixed: whether it has no target: there is one setting.
         against: another arm that it is compared with, besides the baseline.
+        deep: whether it is run at the targets of `DEEP`, as what may be a default at high sparsity.
     """
 
     group: str
@@ -63,6 +70,7 @@ class Arm:
     fp8_pooled_keys: bool = False
     fixed: bool = False
     against: str | None = None
+    deep: bool = False
 
     def config(self, target_sparsity: float) -> SpinConfig:
         """Settled but for the top-k."""
@@ -73,7 +81,7 @@ class Arm:
         """Target sparsities that are run."""
         if self.fixed:
             return (0.0,)
-        return DEEP if self.default_block_slots else SPARSITIES
+        return DEEP if self.deep else SPARSITIES
 
     @property
     def default_block_slots(self) -> int | None:
@@ -81,15 +89,16 @@ class Arm:
 
         No option spares the averages of a query that ranks alone, so `averages=0` is none.
         """
-        options = self.make in (SpinPolicy, LOG8) and self.averages and not self.fp8_pooled_keys
+        options = self.make is SpinPolicy and set(self.changes) <= OPTIONS
+        served = self.averages and not self.fp8_pooled_keys
         block_slots = self.config(0.0).block_size
-        possible = options and set(self.changes) <= OPTIONS and block_slots in DEFAULT_BLOCKS
-        return block_slots if possible else None
+        return block_slots if options and served and block_slots in DEFAULT_BLOCKS else None
 
     @property
     def has_kernels(self) -> bool:
-        """Whether a default runs under TensorRT-LLM, too."""
-        return self.make is SpinPolicy and not self.config(0.0).query_share_ppm
+        """Whether a default runs in the kernels, and so under TensorRT-LLM, too."""
+        config = self.config(0.0)
+        return not config.query_share_ppm and config.state_dtype != "log8"
 
     @property
     def view(self) -> View:
@@ -118,12 +127,6 @@ def _variant(step: type, **options: Any) -> Arm:
     return Arm(changes=changes, make=partial(SpinPolicy, variant=step), **options)
 
 
-def _log8(arm: Arm) -> Arm:
-    """The same with averages in eight logarithmic bits."""
-    changes = {**arm.changes, "state_dtype": "fp32"}
-    return replace(arm, changes=changes, make=LOG8, average_bytes=1)
-
-
 def _query(share: float, against: str | None = None, **changes: Any) -> Arm:
     return Arm("query", {"query_share": share, **changes}, against=against)
 
@@ -141,29 +144,39 @@ def _by_layer(arms: Mapping[str, Arm]) -> dict[str, Arm]:
 def _options(plain: str, **changes: Any) -> dict[str, Arm]:
     """What options of `SpinConfig` make together of plain SPIN with one block size."""
     here = "" if plain == BASELINE else f", {plain}"
-    history, half = Arm("block size", changes), _query(0.5, **changes)
+    history, log8 = Arm("block size", changes), {"state_dtype": "log8"}
     arms = {
-        f"log 8 bit{here}": replace(_log8(history), group="state"),
-        f"query 0.5{here}": half,
-        f"query 0.5, log 8 bit{here}": _log8(half),
+        f"log 8 bit{here}": Arm("state", changes | log8),
+        f"query 0.5, log 8 bit{here}": _query(0.5, **changes, **log8),
+        f"query 0.5, union, log 8 bit{here}": _query(0.5, query_merge="union", **changes, **log8),
         # As the option has it: the averages that nothing asks are read and written all the same.
-        f"query 1{here}": _query(1.0, exploration_policy="none", **changes),
+        f"query 1, log 8 bit{here}": _query(1.0, exploration_policy="none", **changes, **log8),
     }
-    arms |= _by_layer({plain: history, **arms})
-    return {name: replace(arm, against=plain) for name, arm in arms.items()} if here else arms
+    arms |= {f"query 0.5{here}": _query(0.5, **changes), **_by_layer({plain: history, **arms})}
+    against = plain if here else None
+    return {name: replace(arm, against=against, deep=True) for name, arm in arms.items()}
 
 
-def _rival(rule: Callable[[int], Rule], *, fixed: bool = False, slot_bytes: int = 0) -> Arm:
+def _rival(rule: Callable[[int], Rule], *, slot_bytes: int = 0) -> Arm:
     return Arm(
         "rival",
         make=partial(RulePolicy, rule),
         averages=1 if slot_bytes else 0,
         average_bytes=slot_bytes or None,
-        fixed=fixed,
     )
 
 
+def _rival_of_one_setting(rule: Callable[[], Rule]) -> Arm:
+    return replace(_rival(lambda _: rule()), fixed=True)
+
+
 _HALF = "query 0.5"  # which other merges and pooled keys are compared with
+
+
+def _against_half(**changes: Any) -> Arm:
+    return replace(_query(0.5, _HALF, **changes), deep=True)  # the same targets as it has
+
+
 _MERGES = {"union": {"query_merge": "union"}, "max": {"query_merge": "max"}}
 _MINMAX = {"query_pooling": "minmax"}
 # No history at all: HISA's rule, but for the budget.
@@ -172,26 +185,23 @@ _VERTICAL_LOG8 = _variant(VerticalLog8, group="state", averages=1, average_bytes
 _OPTIONS, _OPTIONS_64 = _options(BASELINE), _options("block 64", block_size=64)
 
 ARMS: dict[str, Arm] = {
-    BASELINE: Arm("baseline"),
-    **{f"block {b}": Arm("block size", {"block_size": b}) for b in (8, 32, 64)},
+    BASELINE: Arm("baseline", deep=True),
+    **{f"block {b}": Arm("block size", {"block_size": b}, deep=b == 64) for b in (8, 32, 64)},
     "fp32": Arm("state", {"state_dtype": "fp32"}),
     "fp8 e4m3": _variant(E4m3State, group="state", average_bytes=1),
     "log 8 bit": _OPTIONS["log 8 bit"],
     "vertical": _variant(VerticalOnly, group="state", averages=1),
     "vertical, log 8 bit": _VERTICAL_LOG8,
     **{f"decay {a:g}": Arm("decay", {"ema_decay": a}) for a in (0.0, 0.3, 0.7, 0.9, 0.99)},
-    "explore none": Arm("exploration", {"exploration_policy": "none"}),
+    "explore none": Arm("exploration", {"exploration_policy": "none"}, deep=True),
     **{f"explore {g:g}": Arm("exploration", {"exploration": g}) for g in (0.1, 0.2)},
-    **{f"query {q:g}": _query(q) for q in (0.1, 0.2, 0.3, 0.5)},
+    **{f"query {q:g}": _query(q) for q in (0.1, 0.2, 0.3)},
+    _HALF: _OPTIONS[_HALF],
     **{f"query 0.3, {name}": _query(0.3, **merge) for name, merge in _MERGES.items()},
     "query 0.3, minmax": _query(0.3, **_MINMAX),
-    **{f"{_HALF}, {name}": _query(0.5, _HALF, **merge) for name, merge in _MERGES.items()},
-    f"{_HALF}, minmax": _query(0.5, _HALF, **_MINMAX),
-    **{
-        f"{_HALF}, {name}, minmax": _query(0.5, _HALF, **merge, **_MINMAX)
-        for name, merge in _MERGES.items()
-    },
-    f"{_HALF}, fp8 pooled keys": replace(_query(0.5, _HALF), fp8_pooled_keys=True),
+    **{f"{_HALF}, {name}": _against_half(**merge) for name, merge in _MERGES.items()},
+    f"{_HALF}, minmax": _against_half(**_MINMAX),
+    f"{_HALF}, fp8 pooled keys": replace(_against_half(), fp8_pooled_keys=True),
     **{f"query {q:g}, block {b}": _query(q, block_size=b) for q in (0.3, 0.5) for b in (8, 32)},
     "query 0.3, block 64": _query(0.3, "block 64", block_size=64),
     "query alone": _QUERY_ALONE,
@@ -221,6 +231,6 @@ ARMS: dict[str, Arm] = {
     "streaming": _rival(Streaming),
     "tisa": _rival(Tisa, slot_bytes=SCORE_BYTES),
     "heavy hitters": _rival(HeavyHitters, slot_bytes=SUM_BYTES),
-    "previous picks": _rival(lambda _: PreviousPicks(), fixed=True),
-    **{f"index cache {n}": _rival(lambda _, n=n: IndexCache(n), fixed=True) for n in (2, 4)},
+    "previous picks": _rival_of_one_setting(PreviousPicks),
+    **{f"index cache {n}": _rival_of_one_setting(partial(IndexCache, n)) for n in (2, 4)},
 }

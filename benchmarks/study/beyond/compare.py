@@ -154,7 +154,7 @@ def _head(columns: Sequence[str]) -> Iterator[str]:
     yield "|---" * (1 + len(columns)) + "|"
 
 
-def _change(difference: Mapping[str, float | None]) -> str:
+def _change(difference: Mapping[str, Any]) -> str:
     if difference["low"] is None:
         return "-"
     return "{value:+.3f}: {low:+.3f} to {high:+.3f}".format(**difference)

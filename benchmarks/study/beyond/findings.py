@@ -74,7 +74,7 @@ def _describe(arm: Arm, name: str, curves: Mapping[str, Estimates]) -> dict[str,
     if PAPER in curves:
         described["equal_misses"] = _as_good_as(curves[PAPER], arm, curve)
     others = {BASELINE: baseline}
-    if arm.against in curves:
+    if arm.against is not None and arm.against in curves:
         others[arm.against] = curves[arm.against]
     rows = [_at_equal_bytes(arm, curve, others, target) for target in BUDGETS]
     return described | {"equal_bytes": rows}
