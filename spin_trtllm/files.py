@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -61,6 +61,20 @@ def atomic_file(path: str | os.PathLike[str], *, argument: str = "output") -> It
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_file(path: str | os.PathLike[str], content: bytes, *, argument: str = "output") -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        SpinError: as `atomic_file`; the disk is full or gone.
+    """
+    try:
+        with atomic_file(path, argument=argument) as temporary:
+            temporary.write_bytes(content)
+    except OSError as error:
+        reason = error.strerror or error
+        raise SpinError(f"{argument}: cannot write {str(path)!r}: {reason}") from error
 
 
 def save_tensors(
@@ -119,12 +133,16 @@ def _exchange(new: Path, target: Path) -> None:
     """Put `new` where the directory `target` stands; on failure the old one stands again."""
     aside = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}old.", dir=target.parent))
     old = aside / target.name
-    os.replace(target, old)
     try:
-        os.replace(new, target)
+        os.replace(target, old)  # a mount point does not go
+        try:
+            os.replace(new, target)
+        except BaseException:
+            os.replace(old, target)  # should this fail too, the old directory stays aside
+            raise
     except BaseException:
-        os.replace(old, target)  # should this fail too, the old directory stays aside
-        aside.rmdir()
+        with suppress(OSError):
+            aside.rmdir()
         raise
     shutil.rmtree(aside, ignore_errors=True)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spin_trtllm.errors import SpinError
-from spin_trtllm.files import atomic_directory, atomic_file
+from spin_trtllm.files import atomic_directory, atomic_file, write_file
 
 
 @pytest.fixture(params=[0o022, 0o077, 0o002])
@@ -337,6 +337,44 @@ def test_a_replacement_that_fails_half_way_puts_the_old_folder_back(
         replace()
     assert made
     assert everything(tmp_path) == before
+
+
+def test_a_mount_point_stays_and_so_does_all_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "engine"
+    target.mkdir()
+    before = everything(tmp_path)
+    rename = os.replace
+
+    def mounted(source: Path, destination: Path) -> None:
+        if Path(source) == target:
+            raise OSError(16, "Device or resource busy")
+        rename(source, destination)
+
+    def replace() -> None:
+        with atomic_directory(target, force=True) as temporary:
+            (temporary / "new").write_text("new")
+
+    monkeypatch.setattr(os, "replace", mounted)
+    with pytest.raises(OSError, match="busy"):
+        replace()
+    assert everything(tmp_path) == before
+
+
+def test_a_full_disk_is_told_with_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(27, "File too large")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    target = tmp_path / "out.bin"
+    with pytest.raises(SpinError) as caught:
+        write_file(target, b"content", argument="output_dir")
+    assert str(caught.value) == f"output_dir: cannot write {str(target)!r}: File too large"
+    assert everything(tmp_path) == {}
+    monkeypatch.undo()
+    write_file(target, b"content")
+    assert target.read_bytes() == b"content"
 
 
 def test_the_longest_names_work(tmp_path: Path) -> None:
