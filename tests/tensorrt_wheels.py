@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import Any
 
 import pytest
 
-from spin_trtllm.hosts.tensorrt import plugin_path
+from spin_trtllm import native
+from spin_trtllm.errors import SpinError
+from spin_trtllm.hosts.tensorrt.plugin import PLUGIN_NAME, usable_plugin
 
 ROOT = Path(__file__).parent.parent
 FOLDER_VARIABLE = "SPIN_TENSORRT_WHEELS"
@@ -25,6 +28,11 @@ LEAN_10, LEAN_11, RTX = "lean-10", "lean-11", "rtx"
 VERSIONS = {LEAN_10: "10.16.1.11", LEAN_11: "11.4.0.106", RTX: "1.7.1.116"}
 
 _RTX_LIBRARY = "libtensorrt_rtx.so"
+_STUB = """
+void *getCreators(int *count) { *count = 0; return 0; }
+void setLoggerFinder(void *finder) { (void)finder; }
+const char mark[] = "%s";
+"""
 
 
 def wheel_folder(name: str) -> Path:
@@ -36,11 +44,25 @@ def wheel_folder(name: str) -> Path:
 
 
 def need_plugin() -> Path:
-    """The plugin library; the test is skipped where it was not built."""
-    path = plugin_path()
+    """The plugin library; the test is skipped where it was not built, or from other sources."""
+    try:
+        path = usable_plugin()
+    except SpinError as error:
+        pytest.skip(str(error))
     if path is None:
         pytest.skip("libspin_trt_plugin.so is not built: make plugin")
     return path
+
+
+def stub_plugin(folder: Path, mark: str = f"libspin_trt_plugin version {native.VERSION}") -> Path:
+    """A library that passes for the plugin until TensorRT asks it for its nodes."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    library = folder / PLUGIN_NAME
+    command = [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(command, input=_STUB % mark, text=True, check=True)
+    return library
 
 
 def wheel_environment(name: str, scratch: Path) -> dict[str, str]:

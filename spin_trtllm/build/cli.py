@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -30,6 +32,7 @@ from spin_trtllm.step import SpinStep
 
 PROGRAM = "trtllm-build"
 DEFAULT_BATCH_SIZE = 64
+EXIT_NO_ENGINES = 1
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -140,6 +143,13 @@ def _spin_fields(function: Function) -> Function:
 )
 @_option("--max_draft_len", section=_TENSORRT, type=int, help="Draft tokens a step. Default: 0.")
 @_option(
+    "--onnx_only",
+    section=_TENSORRT,
+    is_flag=True,
+    default=None,
+    help="Build no engines here; build_engines.sh does where it is called.",
+)
+@_option(
     "--triton",
     section=_TRITON,
     metavar="DIR",
@@ -159,7 +169,8 @@ def command(**options: Any) -> None:
     """Prepare a DeepSeek-V4 or V3.2 checkpoint for serving with SPIN.
 
     Writes a directory with the SPIN configuration, arguments for trtllm-serve and a run.sh; the
-    weights stay where they are.
+    weights stay where they are. Exits with 2 if nothing was written, and with 1 if a TensorRT that
+    is here failed to build engines and all else was written.
     """
     overrides = {field: options.pop(field) for _, field, _, _ in _SPIN_FIELDS}
     tensorrt = _tensorrt_options(options)
@@ -169,8 +180,11 @@ def command(**options: Any) -> None:
     if request.dry_run:
         for name, text in {**built.files, **built.model_files}.items():
             _echo(f"\n# ---- {name}\n{text}")
-    else:
-        _echo_use(built, triton)
+        return
+    _echo_use(built, triton)
+    if built.engines is not None and built.engines.failed:
+        click.echo(f"error: engines: {built.engines.reason}", err=True)
+        click.get_current_context().exit(EXIT_NO_ENGINES)
 
 
 def _tensorrt_options(options: dict[str, Any]) -> TensorrtOptions | None:
@@ -180,6 +194,7 @@ def _tensorrt_options(options: dict[str, Any]) -> TensorrtOptions | None:
         "precision": "bf16",
         "key_rotation": ROTATIONS[0],
         "max_draft_len": 0,
+        "onnx_only": False,
     }
     given = {name: options.pop(name) for name in defaults}
     given = {name: value for name, value in given.items() if value is not None}
@@ -219,8 +234,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if _is_ours(given):
-        run(command, given, PROGRAM)
+        with _stopped_by(signal.SIGTERM, signal.SIGHUP):
+            run(command, given, PROGRAM)
     run(click.Command(PROGRAM, callback=lambda: hand_over(PROGRAM, given)), [], PROGRAM)
+
+
+@contextmanager
+def _stopped_by(*numbers: signal.Signals) -> Iterator[None]:
+    """Let signals end a build as Ctrl-C does, which takes away what was half-made."""
+
+    def stop(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # once is enough
+        sys.exit(128 + number)
+
+    ours = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]  # no nohup
+    for number in ours:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _is_ours(arguments: Sequence[str]) -> bool:

@@ -37,12 +37,14 @@ from spin_trtllm.build.tensorrt import (
 )
 from spin_trtllm.build.tensorrt_engines import (
     Engines,
+    Network,
     describe_engines,
     make_engines,
     work_folder,
 )
 from spin_trtllm.build.triton import TritonOptions, check_model_dir, model_files, write_model
 from spin_trtllm.config import SpinConfig
+from spin_trtllm.hosts.tensorrt.plugin import usable_plugin
 from spin_trtllm.hosts.tensorrt.sizes import IndexerSizes
 
 
@@ -148,19 +150,24 @@ def _build_engine(
         _write_stage(request, stages, checkpoint, output, files)
         return Built(output, files, None)
     check_output_dir(output, checkpoint.path, force=request.force)  # before minutes of work
+    plugin = usable_plugin()  # likewise
+
+    def engines_of(networks: list[Network]) -> Engines:
+        if request.dry_run:
+            return Engines(None, "a dry run")
+        if options.onnx_only:
+            return Engines(None, "as asked by --onnx_only")
+        return make_engines(networks, room, sizes.target, plugin)
+
     with nullcontext() if request.dry_run else work_folder(output) as work:
         networks = stages.run(
             "export networks",
             lambda: export_networks(checkpoint, config, room, options, work),
             lambda networks: describe_networks(networks, config, room, options),
         )
-        engines = stages.run(
-            "build engines",
-            lambda: make_engines(networks, room, sizes.target, work),
-            describe_engines,
-        )
-        texts = folder_texts(networks, engines, config, room, options)
-        then = None if work is None else partial(move_into, work, networks, engines, texts)
+        engines = stages.run("build engines", lambda: engines_of(networks), describe_engines)
+        texts = folder_texts(networks, engines, config, room, options, plugin)
+        then = None if work is None else partial(move_into, work, networks, engines, texts, plugin)
         _write_stage(request, stages, checkpoint, output, files, then)
     return Built(output, files, engines)
 

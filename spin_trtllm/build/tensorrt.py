@@ -15,6 +15,7 @@ import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,10 +30,10 @@ from spin_trtllm.build.tensorrt_engines import Engines, Network, file_sha256
 from spin_trtllm.build.trtexec_script import Shapes, trtexec_script_text
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError, refuse
-from spin_trtllm.files import atomic_file
+from spin_trtllm.files import write_file
 from spin_trtllm.geometry import count_blocks
 from spin_trtllm.hosts.tensorrt.indexer import PRECISIONS, indexer_network
-from spin_trtllm.hosts.tensorrt.plugin import PLUGIN_NAME, plugin_path
+from spin_trtllm.hosts.tensorrt.plugin import PLUGIN_NAME
 from spin_trtllm.hosts.tensorrt.rope import indexer_rope
 from spin_trtllm.hosts.tensorrt.sizes import IndexerSizes, state_shapes
 from spin_trtllm.hosts.tensorrt.weights import read_indexer_weights
@@ -55,11 +56,13 @@ class TensorrtOptions:
         precision: of the projections, one of `indexer.PRECISIONS`.
         key_rotation: what the cached keys went through, one of `ROTATIONS`.
         max_draft_len: draft tokens a step.
+        onnx_only: build no engines, whatever is here.
     """
 
     precision: str
     key_rotation: str
     max_draft_len: int
+    onnx_only: bool = False
 
 
 def size_networks(
@@ -110,6 +113,7 @@ def export_networks(
     first = checkpoint.geometry.layers[0]
     latent = 0
     for layer in checkpoint.geometry.layers:
+        started = time.perf_counter()
         weights = read_indexer_weights(checkpoint, layer)
         given = weights.query.shape[2]
         latent = latent or given
@@ -127,9 +131,9 @@ def export_networks(
         content = model.SerializeToString()
         path = (folder or Path()) / f"layer_{layer:0{width}}.onnx"
         if folder is not None:
-            with atomic_file(path) as temporary:
-                temporary.write_bytes(content)
-        networks.append(Network(layer, path, len(content), _named_shapes(model)))
+            write_file(path, content, argument="output_dir")
+        seconds = time.perf_counter() - started
+        networks.append(Network(layer, path, len(content), seconds, _named_shapes(model)))
     return networks
 
 
@@ -150,8 +154,9 @@ def describe_networks(
     size = human_bytes(sum(network.size_bytes for network in networks))
     state = _state(config, sizes).values()
     layer_bytes = sum(math.prod(s["shape"]) * _DTYPE_BYTES[s["dtype"]] for s in state)
+    seconds = sum(network.seconds for network in networks)
     return (
-        f"{len(networks)} networks, {size}, projections in {options.precision}, "
+        f"{len(networks)} networks in {seconds:.1f} s, {size}, projections in {options.precision}, "
         f"to be bound to a state of {human_bytes(len(networks) * layer_bytes)}"
     )
 
@@ -162,10 +167,11 @@ def folder_texts(
     config: SpinConfig,
     sizes: IndexerSizes,
     options: TensorrtOptions,
+    plugin: Path | None,
 ) -> dict[str, str]:
     """The text files of the folder by name: the manifest has all it takes to bind the networks."""
     script = trtexec_script_text(PLUGIN_NAME, networks[0].shapes, sizes.ranges)
-    manifest = _manifest_text(networks, engines, config, sizes, options)
+    manifest = _manifest_text(networks, engines, config, sizes, options, plugin)
     return {SCRIPT_FILE: script, MANIFEST_FILE: manifest}
 
 
@@ -175,17 +181,12 @@ def _manifest_text(
     config: SpinConfig,
     sizes: IndexerSizes,
     options: TensorrtOptions,
+    plugin: Path | None,
 ) -> str:
-    plugin = plugin_path()
-    has_engines = engines.builder is not None
     values = {
         "format": FORMAT,
         "schema_version": SCHEMA_VERSION,
-        "layers": {
-            str(network.layer): {"network": network.path.name}
-            | ({"engine": network.engine.name} if has_engines else {})
-            for network in networks
-        },
+        "layers": {str(network.layer): _layer(network, engines) for network in networks},
         "builder": asdict(engines.builder) if engines.builder else None,
         "why_no_engines": engines.reason or None,
         "plugin": {"file": PLUGIN_NAME, "sha256": file_sha256(plugin)} if plugin else None,
@@ -195,6 +196,15 @@ def _manifest_text(
         "state": _state(config, sizes),
     }
     return json.dumps(values, indent=2) + "\n"
+
+
+def _layer(network: Network, engines: Engines) -> dict[str, Any]:
+    """A layer's files; an engine that was kept from an earlier call has no time."""
+    values: dict[str, Any] = {"network": network.path.name}
+    if engines.builder is not None:
+        values["engine"] = network.engine.name
+        values["engine_seconds"] = engines.seconds.get(network.engine.name)
+    return values
 
 
 def _state(config: SpinConfig, sizes: IndexerSizes) -> dict[str, Any]:
@@ -209,15 +219,18 @@ def move_into(
     networks: Sequence[Network],
     engines: Engines,
     texts: Mapping[str, str],
+    plugin: Path | None,
     directory: Path,
 ) -> None:
     """Move a build's networks and engines into a new engine directory, and complete them.
 
     Args:
-        work: what `work_folder` gave; an interrupted build of something else may have left more.
+        work: what `work_folder` gave. Engines stay in it only where a builder failed: an
+            interrupted build of something else may have left some.
         networks: in it.
         engines: likewise.
         texts: what `folder_texts` returned.
+        plugin: the library to put beside them, if there is one.
         directory: the engine's.
     """
     folder = directory / FOLDER
@@ -226,7 +239,9 @@ def move_into(
         os.replace(work / network.path.name, folder / network.path.name)
         if engines.builder is not None:
             os.replace(work / network.engine.name, folder / network.engine.name)
-    plugin = plugin_path()
+    if not engines.failed:
+        for strange in work.glob("*.engine"):
+            strange.unlink()
     if plugin is not None:
         shutil.copy(plugin, folder / PLUGIN_NAME)
     for name, text in texts.items():
@@ -235,7 +250,7 @@ def move_into(
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder holds what this module writes, and nothing else."""
+    """Whether a folder holds what this module and its script write, and nothing else."""
     try:
         values = read_json_object(folder / MANIFEST_FILE, "output_dir")
         names = set(os.listdir(folder))
@@ -244,5 +259,8 @@ def is_ours(folder: Path) -> bool:
     layers = values.get("layers")
     if values.get("format") != FORMAT or not isinstance(layers, Mapping):
         return False
-    files = {file for layer in layers.values() for file in dict(layer).values()}
+    networks = {Path(dict(layer).get("network", "")) for layer in layers.values()}
+    engines = {str(network.with_suffix(".engine")) for network in networks if network.name}
+    parts = {f"{engine}.part" for engine in engines}  # of a trtexec that was stopped
+    files = {*map(str, networks), *engines, *parts}
     return names <= files | {MANIFEST_FILE, SCRIPT_FILE, PLUGIN_NAME}

@@ -13,10 +13,15 @@ import torch
 
 from spin_trtllm.build.target import Target
 from spin_trtllm.errors import SpinError
-from spin_trtllm.hosts.tensorrt.flavours import FLAVOURS, import_flavour, installed_flavours
+from spin_trtllm.hosts.tensorrt.flavours import (
+    FLAVOURS,
+    Flavour,
+    import_flavour,
+    installed_flavours,
+)
 
 _RTX = "tensorrt_rtx"
-_RTX_SMS = (75, 80, 86, 89, 120)
+_RTX_SM = 120  # it knows older GPUs, too, but the kernels do not
 _RTX_LIBRARY = "libtensorrt_rtx.so"
 
 
@@ -39,35 +44,47 @@ def choose_builder(target: Target) -> Builder | str:
     """The best builder here that builds for a target, or why there is none, one line."""
     reasons = []
     for flavour in installed_flavours():
-        if not flavour.builds:
-            continue
-        reason = _why_not(flavour.name, target.sm)
-        if reason is None:
-            try:
-                version = str(import_flavour(flavour.name, builds=True).__version__)
-                return Builder(flavour.name, version, target.sm, flavour.note)
-            except SpinError as error:
-                reason = str(error)
-        reasons.append(reason)
+        if flavour.builds:
+            found = _builder(flavour, target.sm)
+            if isinstance(found, Builder):
+                return found
+            reasons.append(found)
     names = " or ".join(flavour.name for flavour in FLAVOURS if flavour.builds)
     return "; ".join(reasons) or f"no TensorRT with a builder is installed ({names})"
 
 
-def _why_not(name: str, sm: int) -> str | None:
-    """Why a builder cannot build for an architecture; None if it can."""
+def _builder(flavour: Flavour, sm: int) -> Builder | str:
+    reason = _why_not_for(flavour.name, sm) or why_no_builder(flavour.name)
+    if reason is not None:
+        return reason
+    try:
+        version = str(import_flavour(flavour.name, builds=True).__version__)
+    except SpinError as error:
+        return str(error)
+    return flavour.why_too_old(version) or Builder(flavour.name, version, sm, flavour.note)
+
+
+def _why_not_for(name: str, sm: int) -> str | None:
+    """Why a flavour cannot build for an architecture here; None if it can."""
     if name == _RTX:
-        return _why_not_rtx(sm)
+        return None if sm == _RTX_SM else f"{name} builds for sm_{_RTX_SM}, not sm_{sm}"
     if not torch.cuda.is_available():
-        return f"{name} builds on the kind of GPU that it builds for, and there is no GPU here"
+        return None
     major, minor = torch.cuda.get_device_capability()
     here = 10 * major + minor
     return None if here == sm else f"{name} would build for this sm_{here}, not sm_{sm}"
 
 
-def _why_not_rtx(sm: int) -> str | None:
-    if sm not in _RTX_SMS:
-        allowed = ", ".join(f"sm_{known}" for known in _RTX_SMS)
-        return f"{_RTX} builds for {allowed}, not sm_{sm}"
+def why_no_builder(name: str) -> str | None:
+    """What a flavour lacks here to build anything at all, one line; None if nothing is known."""
+    if name == _RTX:
+        return _why_no_rtx()
+    if torch.cuda.is_available():
+        return None
+    return f"{name} builds on the kind of GPU that it builds for, and there is no GPU here"
+
+
+def _why_no_rtx() -> str | None:
     # its parser loads this name, which its wheel lacks, and ends the process without it
     spec = importlib.util.find_spec("tensorrt_rtx_libs")
     folders = [*(spec.submodule_search_locations or ())] if spec else []

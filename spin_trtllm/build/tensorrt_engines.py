@@ -7,6 +7,7 @@ to it, which says what it was made of; one whose key is still right is not built
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -21,8 +22,9 @@ from spin_trtllm.build.target import Target
 from spin_trtllm.build.tensorrt_builder import Builder, choose_builder
 from spin_trtllm.build.trtexec_script import Shapes
 from spin_trtllm.errors import SpinError
+from spin_trtllm.files import write_file
 from spin_trtllm.hosts.tensorrt.builder import BuiltEngine, EngineJob, build_engines
-from spin_trtllm.hosts.tensorrt.plugin import PLUGIN_NAME, plugin_path
+from spin_trtllm.hosts.tensorrt.plugin import PLUGIN_NAME
 from spin_trtllm.hosts.tensorrt.sizes import IndexerSizes
 
 
@@ -34,12 +36,14 @@ class Network:
         layer: decoder-layer index.
         path: where it lies, if it was written.
         size_bytes: of the file.
+        seconds: that it took.
         shapes: of its inputs with named dimensions.
     """
 
     layer: int
     path: Path
     size_bytes: int
+    seconds: float
     shapes: Shapes = field(hash=False)
 
     @property
@@ -57,45 +61,51 @@ class Engines:
         reason: why not, one line; empty if they were.
         built: those built now; the others were there from an earlier, interrupted build.
         count: engines there are now.
+        failed: whether a builder was there and failed; what it had built waits for the next call.
     """
 
     builder: Builder | None
     reason: str
     built: tuple[BuiltEngine, ...] = ()
     count: int = 0
+    failed: bool = False
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What each that was built now took, by file name."""
+        return {Path(engine.engine).name: engine.seconds for engine in self.built}
 
 
 def make_engines(
-    networks: Sequence[Network], sizes: IndexerSizes, target: Target, work: Path | None
+    networks: Sequence[Network], sizes: IndexerSizes, target: Target, plugin: Path | None
 ) -> Engines:
     """Build the engines that are not there yet, if anything here can.
 
     Args:
-        work: the folder with the networks; None on a dry run, which builds nothing.
-
-    Raises:
-        SpinError: a builder refused a network; engines that were built before it stay.
+        networks: as they were written.
+        plugin: the library that they need, if there is one.
     """
-    if work is None:
-        return Engines(None, "a dry run")
     builder = choose_builder(target)
     if isinstance(builder, str):
         return Engines(None, builder)
-    plugin = plugin_path()
     if plugin is None:
         return Engines(None, f"{PLUGIN_NAME} is not built")
     keys = {network: _key(network, plugin, builder, sizes) for network in networks}
     missing = [network for network, key in keys.items() if _read_key(network) != key]
     for network in missing:  # an engine is written whole, so from here on it is there or is right
         network.engine.unlink(missing_ok=True)
-        _key_file(network).write_text(keys[network], encoding="utf-8")
-    built = build_engines(
-        [EngineJob(str(network.path), str(network.engine)) for network in missing],
-        builder=builder.name,
-        plugin=plugin,
-        ranges=sizes.ranges,
-        target_sm=builder.asked_sm,
-    )
+        write_file(_key_file(network), keys[network].encode(), argument="output_dir")
+    try:
+        built = build_engines(
+            [EngineJob(str(network.path), str(network.engine)) for network in missing],
+            builder=builder.name,
+            plugin=plugin,
+            ranges=sizes.ranges,
+            target_sm=builder.asked_sm,
+        )
+    except SpinError as error:
+        there = sum(network.engine.exists() for network in networks)
+        return Engines(None, str(error), count=there, failed=True)
     return Engines(builder, "", tuple(built), len(networks))
 
 
@@ -103,44 +113,78 @@ def describe_engines(engines: Engines) -> str:
     """One line for the build's report."""
     builder = engines.builder
     if builder is None:
-        return f"none, only ONNX: {engines.reason}"
+        waiting = f"; {engines.count} wait for the next call" if engines.count else ""
+        return f"none, only ONNX: {engines.reason}{waiting}"
     kept = engines.count - len(engines.built)
-    taken = sum(engine.seconds for engine in engines.built)
+    seconds = engines.seconds
+    slowest = max(seconds, key=seconds.__getitem__, default="")
     size = human_bytes(sum(engine.size_bytes for engine in engines.built))
     return (
         f"{len(engines.built)} engines for sm_{builder.sm} by {builder.name} {builder.version}"
         + (f" ({builder.note})" if builder.note else "")
-        + f" in {taken:.1f} s, {size}"
+        + f" in {sum(seconds.values()):.1f} s"
+        + (f", the slowest {slowest} in {seconds[slowest]:.1f} s" if slowest else "")
+        + f", {size}"
         + (f"; {kept} kept from an interrupted build" if kept else "")
     )
 
 
 @contextmanager
 def work_folder(output: Path) -> Iterator[Path]:
-    """The folder beside an output in which its engines are made.
+    """The folder beside an output in which its engines are made, for one build at a time.
 
-    It vanishes with success, and with a failure unless engines would be lost; the folders above
+    It vanishes at the end, with success or without, unless engines would be lost; the folders above
     it that were made for it then vanish, too.
 
     Raises:
-        SpinError: it cannot be made.
+        SpinError: it cannot be made, or another build is in it.
     """
     name = hashlib.sha256(os.fsencode(output)).hexdigest()[:12]
     folder = output.parent / f".spin.tensorrt.{name}"
     new = [parent for parent in folder.parents if not os.path.lexists(parent)]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder)
+    except BlockingIOError as error:
+        raise SpinError(
+            f"output_dir: another build of {str(output)!r} is at work in {str(folder)!r}"
+        ) from error
     except OSError as error:
         _remove_empty(new)
         raise SpinError(f"output_dir: cannot make {str(folder)!r}: {error.strerror}") from error
     try:
         yield folder
-    except BaseException:
+    finally:
         if not any(folder.glob("*.engine")):
             shutil.rmtree(folder, ignore_errors=True)
             _remove_empty(new)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    """Make a folder and lock a file in it: an open handle, which whoever starts does not inherit.
+
+    Raises:
+        BlockingIOError: it is locked already.
+        OSError: it cannot be made.
+    """
+    path = folder / "lock"
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # a build that ended just now took the folder away
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise
+        except OSError:  # a file system without locks
+            return handle
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                return handle
+        os.close(handle)  # taken away, too, between the two
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:

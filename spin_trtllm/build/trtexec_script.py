@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 _TEMPLATE = """\
 #!/bin/sh
 # Build the engines of this folder with TensorRT's trtexec, on the kind of GPU that is to serve;
-# further arguments go to trtexec. What is there already stays. Without the plugin it exits with 2.
+# further arguments go to trtexec. What is there already stays, and an engine has its name only once
+# it is whole. Without the plugin or networks it exits with 2.
 set -eu
 
 folder=$(dirname -- "$(readlink -f -- "$0")")
@@ -20,13 +21,18 @@ if ! test -f "$plugin"; then
 fi
 
 for network in "$folder"/layer_*.onnx; do
+    if ! test -e "$network"; then
+        echo "${{0##*/}}: $network: not there; trtllm-build --use_spin --tensorrt writes it" >&2
+        exit 2
+    fi
     engine=${{network%.onnx}}.engine
     test -e "$engine" && continue
-    trtexec --onnx="$network" --saveEngine="$engine" --skipInference --stronglyTyped --noTF32 \\
-        --staticPlugins="$plugin" --preview=+aliasedPluginIO1003 \\
+    trtexec --onnx="$network" --saveEngine="$engine.part" --staticPlugins="$plugin" \\
+        --skipInference --stronglyTyped --noTF32 --preview=+aliasedPluginIO1003 \\
         --minShapes={least} \\
         --optShapes={usual} \\
         --maxShapes={most} "$@"
+    mv -- "$engine.part" "$engine"
 done
 """
 

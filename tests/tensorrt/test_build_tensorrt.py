@@ -7,8 +7,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,16 @@ import pytest
 import torch
 from checkpoints import FLASH, TINY, V32, checkpoint_dir
 from safetensors.torch import save_file
-from tensorrt_wheels import ROOT, RTX, need_plugin, wheel_environment
+from tensorrt_wheels import ROOT, RTX, need_plugin, stub_plugin, wheel_environment
 
-from spin_trtllm.build import tensorrt_builder
+from spin_trtllm import native
+from spin_trtllm.build import tensorrt_builder, tensorrt_engines
 from spin_trtllm.build.cli import main
 from spin_trtllm.build.engine import ENGINE_FILES, load_engine
 from spin_trtllm.build.target import Target
-from spin_trtllm.hosts.tensorrt import (
-    FLAVOURS,
-    import_flavour,
-    installed_flavours,
-    plugin_path,
-)
+from spin_trtllm.errors import SpinError
+from spin_trtllm.hosts.tensorrt import FLAVOURS, import_flavour, installed_flavours
+from spin_trtllm.hosts.tensorrt.builder import BuiltEngine, EngineJob
 
 LAYERS = (1, 3, 4, 6)
 NETWORKS = [f"layer_{layer}.onnx" for layer in LAYERS]
@@ -58,13 +58,19 @@ def manifest(output: Path) -> dict[str, Any]:
     return values
 
 
+def layers_in(output: Path) -> list[str]:
+    return sorted(path.name for path in (output / "tensorrt").glob("layer_*"))
+
+
 # -- without a builder ----------------------------------------------------------------------------
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No TensorRT here, whatever the machine has."""
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No TensorRT here, whatever the machine has, and a plugin."""
     monkeypatch.setattr(tensorrt_builder, "installed_flavours", lambda: ())
+    plugin = stub_plugin(tmp_path_factory.mktemp("plugin"))
+    monkeypatch.setenv("SPIN_TRT_PLUGIN", str(plugin))
 
 
 @pytest.mark.usefixtures("alone")
@@ -72,15 +78,14 @@ def test_only_onnx_is_made_and_said_so(build: Any, tmp_path: Path) -> None:
     code, out, err = build("--target_sm", 90)
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[4].startswith("[5/7] export networks ... 4 networks, ")
+    assert re.match(r"\[5/7\] export networks \.\.\. 4 networks in \d+\.\d s, ", lines[4])
     # 4 layers x (4 lanes x 2 averages x 2,048 slots + 8 places x 2,048 scores) x 4 bytes, and books
     assert lines[4].endswith(" MiB, projections in bf16, to be bound to a state of 529.0 KiB")
     reason = "no TensorRT with a builder is installed (tensorrt or tensorrt_rtx)"
     assert lines[5] == f"[6/7] build engines ... none, only ONNX: {reason}"
     folder = tmp_path / "engine" / "tensorrt"
     assert f"TensorRT: only ONNX, no engines in {folder}" in lines
-    plugin = ["libspin_trt_plugin.so"] * (plugin_path() is not None)
-    files = ["build_engines.sh", *NETWORKS, *plugin, "manifest.json"]
+    files = ["build_engines.sh", *NETWORKS, "libspin_trt_plugin.so", "manifest.json"]
     assert sorted(os.listdir(folder)) == files
     assert manifest(tmp_path / "engine")["why_no_engines"] == reason
     assert sorted(os.listdir(tmp_path / "engine")) == sorted([*ENGINE_FILES, "tensorrt"])
@@ -126,6 +131,16 @@ def test_every_network_has_its_layers_target(build: Any, tmp_path: Path) -> None
     assert found == [300_000, 750_000, 300_000, 0]
 
 
+def put_trtexec(folder: Path, then: str = "") -> str:
+    """A `trtexec` that writes down its arguments instead of an engine; the PATH to find it."""
+    (folder / "trtexec").write_text(
+        "#!/bin/sh\n"
+        'for a; do case $a in --saveEngine=*) printf "%s\\n" "$@" >"${a#*=}" ;; esac; done\n' + then
+    )
+    (folder / "trtexec").chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
 @pytest.mark.usefixtures("alone")
 def test_the_script_builds_what_is_not_there(build: Any, tmp_path: Path) -> None:
     """With a `trtexec` that writes down its arguments, in a folder that was moved."""
@@ -134,12 +149,7 @@ def test_the_script_builds_what_is_not_there(build: Any, tmp_path: Path) -> None
     (tmp_path / "engine" / "tensorrt").rename(folder)
     (folder / "layer_3.engine").write_text("there")
     (folder / "libspin_trt_plugin.so").touch()
-    (tmp_path / "trtexec").write_text(
-        "#!/bin/sh\n"
-        'for a; do case $a in --saveEngine=*) printf "%s\\n" "$@" >"${a#*=}" ;; esac; done\n'
-    )
-    (tmp_path / "trtexec").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
+    path = put_trtexec(tmp_path)
     subprocess.run(
         [folder / "build_engines.sh", "--verbose"], check=True, env=os.environ | {"PATH": path}
     )
@@ -156,6 +166,31 @@ def test_the_script_builds_what_is_not_there(build: Any, tmp_path: Path) -> None
     )
     assert shapes["maxShapes"].startswith("hidden:4x2x320,")
     assert ",page_table:4x32," in shapes["optShapes"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_script_takes_no_half_engine_for_one(build: Any, tmp_path: Path) -> None:
+    build()
+    script = tmp_path / "engine" / "tensorrt" / "build_engines.sh"
+    path = put_trtexec(tmp_path, then="exit 3\n")
+    stopped = subprocess.run([script], env=os.environ | {"PATH": path})
+    assert stopped.returncode == 3
+    assert not list(script.parent.glob("*.engine"))
+    put_trtexec(tmp_path)
+    subprocess.run([script], check=True, env=os.environ | {"PATH": path})
+    assert sorted(path.name for path in script.parent.glob("*.engine*")) == ENGINES
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_script_without_networks_says_so(build: Any, tmp_path: Path) -> None:
+    build()
+    script = tmp_path / "engine" / "tensorrt" / "build_engines.sh"
+    for network in script.parent.glob("*.onnx"):
+        network.unlink()
+    env = os.environ | {"PATH": put_trtexec(tmp_path)}
+    tried = subprocess.run([script], capture_output=True, text=True, env=env)
+    assert (tried.returncode, tried.stderr.count("\n")) == (2, 1)
+    assert "layer_*.onnx: not there; trtllm-build" in tried.stderr
 
 
 @pytest.fixture
@@ -186,16 +221,66 @@ def test_without_the_plugin_the_build_and_its_script_say_so(
 
 
 @pytest.mark.usefixtures("alone")
-def test_with_the_plugin_nothing_is_said_of_it(
-    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plugin = tmp_path / "libspin_trt_plugin.so"
-    plugin.write_bytes(b"a library")
-    monkeypatch.setenv("SPIN_TRT_PLUGIN", str(plugin))
+def test_with_the_plugin_nothing_is_said_of_it(build: Any, tmp_path: Path) -> None:
     code, out, _ = build()
     assert code == 0
     assert "libspin_trt_plugin.so" not in out
-    assert (tmp_path / "engine" / "tensorrt" / plugin.name).read_bytes() == b"a library"
+    shipped = tmp_path / "engine" / "tensorrt" / "libspin_trt_plugin.so"
+    assert shipped.read_bytes() == Path(os.environ["SPIN_TRT_PLUGIN"]).read_bytes()
+
+
+def text_file(folder: Path) -> Path:
+    path = folder / "text.so"
+    path.write_text("no library")
+    return path
+
+
+def empty_file(folder: Path) -> Path:
+    path = folder / "empty.so"
+    path.touch()
+    return path
+
+
+def another_library(folder: Path) -> Path:
+    return Path(shutil.copy(sys.modules["_ctypes"].__file__ or "", folder / "another.so"))
+
+
+def cut_short(folder: Path) -> Path:
+    path = stub_plugin(folder)
+    with path.open("ab") as file:
+        file.truncate(5000)  # its segments are longer: to touch them is a bus error
+    return path
+
+
+def stale(folder: Path) -> Path:
+    return stub_plugin(folder, "libspin_trt_plugin version 1")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (text_file, "not a loadable TensorRT plugin: "),
+        (empty_file, "not a loadable TensorRT plugin: "),
+        (another_library, "undefined symbol: getCreators"),
+        (cut_short, "not a loadable TensorRT plugin: to load it ends in SIGBUS"),
+        (stale, f"got 'version 1', allowed: version {native.VERSION}; rebuild it"),
+    ],
+)
+@pytest.mark.usefixtures("alone")
+def test_what_is_no_plugin_is_not_shipped(
+    build: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path], Path],
+    reason: str,
+) -> None:
+    plugin = make(tmp_path)
+    monkeypatch.setenv("SPIN_TRT_PLUGIN", str(plugin))
+    code, _, err = build("--onnx_only")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"error: {plugin}: ")
+    assert reason in err
+    assert os.listdir(tmp_path) == [plugin.name]
 
 
 @pytest.mark.usefixtures("alone")
@@ -206,6 +291,15 @@ def test_layers_have_their_own_weights(build: Any, tmp_path: Path) -> None:
         model = onnx.load(tmp_path / "engine" / "tensorrt" / name)
         weights |= {t.raw_data for t in model.graph.initializer if t.name == "query_projection"}
     assert len(weights) == len(LAYERS)
+
+
+@pytest.mark.usefixtures("alone")
+def test_only_onnx_can_be_asked_for(build: Any, tmp_path: Path, engines: Any) -> None:
+    engines.fails_at = 0  # would a builder be called
+    code, out, err = build("--onnx_only")
+    assert (code, err) == (0, "")
+    assert "[6/7] build engines ... none, only ONNX: as asked by --onnx_only\n" in out
+    assert layers_in(tmp_path / "engine") == NETWORKS
 
 
 def test_a_dry_run_makes_networks_and_writes_nothing(build: Any, tmp_path: Path) -> None:
@@ -226,6 +320,16 @@ def test_force_replaces_ours_and_spares_what_was_added(build: Any, tmp_path: Pat
     assert (code, err.count("\n")) == (2, 1)
     assert "holds: got 'tensorrt'" in err
     assert (tmp_path / "engine" / "tensorrt" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.usefixtures("alone")
+def test_force_replaces_what_the_script_has_made(build: Any, tmp_path: Path) -> None:
+    build()
+    for name in (*ENGINES[:2], f"{ENGINES[2]}.part"):
+        (tmp_path / "engine" / "tensorrt" / name).write_text("by trtexec")
+    code, _, err = build("--force")
+    assert (code, err) == (0, "")
+    assert not list((tmp_path / "engine" / "tensorrt").glob("*.engine*"))
 
 
 @pytest.mark.parametrize(
@@ -337,9 +441,9 @@ def test_a_failed_build_leaves_no_folders(tmp_path: Path, monkeypatch: pytest.Mo
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A machine with these TensorRT modules and this GPU."""
 
-    def have(*names: str, gpu: tuple[int, int] | None = None) -> None:
+    def have(*names: str, gpu: tuple[int, int] | None = None, version: str = "10.9.0") -> None:
         flavours = tuple(flavour for flavour in FLAVOURS if flavour.name in names)
-        module = type("Module", (), {"__version__": "1.2.3"})
+        module = type("Module", (), {"__version__": version})
         monkeypatch.setattr(tensorrt_builder, "installed_flavours", lambda: flavours)
         monkeypatch.setattr(tensorrt_builder, "import_flavour", lambda name, builds: module)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
@@ -351,7 +455,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_full_tensorrt_is_preferred(machine: Any) -> None:
     machine("tensorrt_rtx", "tensorrt", "tensorrt_lean", gpu=(9, 0))
     found = tensorrt_builder.choose_builder(Target(90, "as asked"))
-    assert found == tensorrt_builder.Builder("tensorrt", "1.2.3", 90)
+    assert found == tensorrt_builder.Builder("tensorrt", "10.9.0", 90)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +463,7 @@ def test_full_tensorrt_is_preferred(machine: Any) -> None:
     [
         (("tensorrt",), None, 90, "there is no GPU here"),
         (("tensorrt",), (10, 0), 90, "would build for this sm_100, not sm_90"),
-        (("tensorrt_rtx",), (9, 0), 90, "builds for sm_75, sm_80, sm_86, sm_89, sm_120, not sm_90"),
+        (("tensorrt_rtx",), (9, 0), 90, "tensorrt_rtx builds for sm_120, not sm_90"),
         (("tensorrt_lean",), (9, 0), 90, "no TensorRT with a builder is installed"),
     ],
 )
@@ -372,7 +476,152 @@ def test_why_there_is_no_builder(
     assert reason in found
 
 
+def test_a_tensorrt_without_state_in_place_builds_nothing(machine: Any) -> None:
+    machine("tensorrt", gpu=(9, 0), version="10.2.0.19")
+    found = tensorrt_builder.choose_builder(Target(90, "as asked"))
+    assert found == "tensorrt 10.2.0.19 is too old, it has to be 10.3 or later"
+    machine("tensorrt", gpu=(9, 0), version="10.3.0")
+    assert not isinstance(tensorrt_builder.choose_builder(Target(90, "as asked")), str)
+
+
 # -- with a builder -------------------------------------------------------------------------------
+
+
+class PlayedBuilder:
+    """Writes engines of one byte, and fails when it has built `fails_at` of them."""
+
+    def __init__(self) -> None:
+        self.fails_at: int | None = None
+        self.built: list[str] = []
+
+    def __call__(self, jobs: Sequence[EngineJob], **more: Any) -> list[BuiltEngine]:
+        self.built = []
+        for number, job in enumerate(jobs):
+            if number == self.fails_at:
+                raise SpinError(f"{Path(job.network).name}: out of memory")
+            Path(job.engine).write_bytes(b"x")
+            self.built.append(Path(job.engine).name)
+        return [BuiltEngine(job.engine, 1.0 + n, 1) for n, job in enumerate(jobs)]
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch, alone: None) -> PlayedBuilder:
+    """A TensorRT that is here."""
+    played = PlayedBuilder()
+    builder = tensorrt_builder.Builder("tensorrt", "10.9.0", 90)
+    monkeypatch.setattr(tensorrt_engines, "choose_builder", lambda target: builder)
+    monkeypatch.setattr(tensorrt_engines, "build_engines", played)
+    return played
+
+
+def test_the_report_says_how_long_engines_took(
+    build: Any, tmp_path: Path, engines: PlayedBuilder
+) -> None:
+    code, out, err = build()
+    assert (code, err) == (0, "")
+    line = (
+        "4 engines for sm_90 by tensorrt 10.9.0 in 10.0 s, the slowest layer_6.engine in 4.0 s, 4 B"
+    )
+    assert f"[6/7] build engines ... {line}\n" in out
+    layers = manifest(tmp_path / "engine")["layers"].values()
+    assert [layer["engine_seconds"] for layer in layers] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_builder_that_fails_leaves_networks_and_what_it_had_built(
+    build: Any, tmp_path: Path, engines: PlayedBuilder
+) -> None:
+    engines.fails_at = 2
+    code, out, err = build()
+    assert (code, err) == (1, "error: engines: layer_4.onnx: out of memory\n")
+    assert "none, only ONNX: layer_4.onnx: out of memory; 2 wait for the next call\n" in out
+    folder = tmp_path / "engine" / "tensorrt"
+    files = ["build_engines.sh", *NETWORKS, "libspin_trt_plugin.so", "manifest.json"]
+    assert sorted(os.listdir(folder)) == files
+    assert manifest(tmp_path / "engine")["why_no_engines"] == "layer_4.onnx: out of memory"
+
+    engines.fails_at = None
+    code, out, err = build("--force")
+    assert (code, err) == (0, "")
+    assert engines.built == ENGINES[2:]
+    assert "2 kept from an interrupted build" in out
+    layers = manifest(tmp_path / "engine")["layers"].values()
+    assert [layer["engine_seconds"] for layer in layers] == [None, None, 1.0, 2.0]
+    assert os.listdir(tmp_path) == ["engine"]
+
+
+def test_a_builder_that_fails_at_once_leaves_nothing_beside_the_output(
+    build: Any, tmp_path: Path, engines: PlayedBuilder
+) -> None:
+    engines.fails_at = 0
+    code, _, _ = build()
+    assert code == 1
+    assert os.listdir(tmp_path) == ["engine"]
+
+
+BUSY = """
+import sys
+from spin_trtllm.build import cli, pipeline
+real = pipeline.export_networks
+def wait(*given):
+    made = real(*given)
+    print("exported", file=sys.stderr, flush=True)
+    sys.stdin.read()
+    return made
+pipeline.export_networks = wait
+cli.main(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def busy(tmp_path: Path, alone: None) -> Iterator[Any]:
+    """Start builds that wait within their work folder for their input to end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(output: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", BUSY, *arguments(output, "--onnx_only")]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        )
+        started.append(process)
+        assert process.stderr is not None
+        assert process.stderr.readline() == "exported\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_second_build_of_an_output_is_refused(build: Any, tmp_path: Path, busy: Any) -> None:
+    first = busy(tmp_path / "engine")
+    code, _, err = build("--precision", "fp16")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"output_dir: another build of {str(tmp_path / 'engine')!r} is at work in " in err
+    out, err = first.communicate("")
+    assert (first.returncode, err) == (0, ""), out
+    assert manifest(tmp_path / "engine")["options"]["precision"] == "bf16"
+    for name in NETWORKS:
+        model = onnx.load(tmp_path / "engine" / "tensorrt" / name)
+        kinds = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
+        assert kinds["hidden"] == onnx.TensorProto.BFLOAT16
+    assert os.listdir(tmp_path) == ["engine"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stopped_build_leaves_nothing(tmp_path: Path, busy: Any, number: signal.Signals) -> None:
+    process = busy(tmp_path / "new" / "engine")
+    process.send_signal(number)
+    process.communicate()
+    assert process.returncode == 128 + number
+    assert os.listdir(tmp_path) == []
+
+
+def test_signals_are_left_as_they_were(build: Any) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+    build("--dry_run")
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == before
 
 
 def as_process(
@@ -437,16 +686,16 @@ def test_without_its_own_library_rtx_is_not_tried(tmp_path: Path) -> None:
     assert "only ONNX: tensorrt_rtx needs libtensorrt_rtx.so to read networks" in done.stdout
 
 
-def test_a_refused_network_is_one_line(tmp_path: Path) -> None:
-    """What TensorRT says ends up in the message: here a plugin library that is none."""
-    fake = tmp_path / "libspin_trt_plugin.so"
-    fake.write_text("no library")
+def test_a_refused_network_is_one_line_and_the_networks_stay(tmp_path: Path) -> None:
+    """What is known of the reason is told: here a plugin library without nodes."""
+    (tmp_path / "stub").mkdir()
+    plugin = stub_plugin(tmp_path / "stub")
     given = arguments(tmp_path / "engine", "--target_sm", 120)
-    done = as_process(tmp_path, given, SPIN_TRT_PLUGIN=str(fake))
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {fake}: not a loadable TensorRT plugin: ")
+    done = as_process(tmp_path, given, SPIN_TRT_PLUGIN=str(plugin))
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: engines: {plugin}: TensorRT 1.7.1.116 does not take it")
     assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "engine").exists()
+    assert layers_in(tmp_path / "engine") == NETWORKS
     assert not list(tmp_path.glob(".spin.*"))
 
 

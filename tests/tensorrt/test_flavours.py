@@ -4,7 +4,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,3 +137,54 @@ def test_without_the_builder_the_process_says_so(tmp_path: Path) -> None:
     with pytest.raises(SpinError, match=f"tensorrt: none of {absent} is installed"):
         build_engines([job], builder=absent, plugin="none.so", ranges={})
     assert list(tmp_path.iterdir()) == []
+
+
+ENDLESS = """
+import os, pathlib, time
+pathlib.Path(os.environ["BUILDER_PID"]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+ASKING = """
+from spin_trtllm.hosts.tensorrt.builder import EngineJob, build_engines
+job = EngineJob("a.onnx", "a.engine")
+build_engines([job], builder="tensorrt_rtx", plugin="none.so", ranges={})
+"""
+
+
+def test_the_builder_ends_with_who_asked_for_engines(tmp_path: Path) -> None:
+    """Even if that was killed; a builder that goes on would write a stale engine."""
+    (tmp_path / "tensorrt_rtx.py").write_text(ENDLESS)
+    written = tmp_path / "pid"
+    root = str(Path(__file__).parents[2])
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join((root, str(tmp_path))),
+        "BUILDER_PID": str(written),
+    }
+    asking = subprocess.Popen([sys.executable, "-c", ASKING], env=env, cwd=tmp_path)
+    try:
+        wait_for(lambda: written.exists() and written.read_text() != "")
+        builder = int(written.read_text())
+        assert is_alive(builder)
+    finally:
+        asking.kill()
+        asking.wait()
+    try:
+        wait_for(lambda: not is_alive(builder), seconds=10)
+    finally:
+        if is_alive(builder):
+            os.kill(builder, signal.SIGKILL)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_alive(process: int) -> bool:
+    """Whether it runs; one that ended and was not asked for its status yet does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except FileNotFoundError:
+        return False

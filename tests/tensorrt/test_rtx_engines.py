@@ -7,13 +7,16 @@ documentation does not support plugins, and these engines are never run.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
 from onnx import TensorProto as T
-from tensorrt_wheels import RTX, VERSIONS, need_plugin, run_probe
+from tensorrt_wheels import ROOT, RTX, VERSIONS, need_plugin, run_probe, wheel_environment
 
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.hosts.tensorrt import NODES, make_onnx_node, node_fields
@@ -209,3 +212,45 @@ def test_it_is_refused_with_a_reason(answer: Any, case: dict[str, Any]) -> None:
     result = answer["cases"][case["title"]]
     assert not result["built"]
     assert case["why"] in " ".join(result["errors"] + result.get("why", []))
+
+
+REFUSALS = """
+import json, sys
+from pathlib import Path
+from spin_trtllm.errors import SpinError
+from spin_trtllm.hosts.tensorrt.builder import EngineJob, build_engines
+plugin, *cases = json.load(sys.stdin)
+for network, ranges in cases:
+    job = EngineJob(network, str(Path(network).with_suffix(".engine")))
+    try:
+        build_engines([job], builder="tensorrt_rtx", plugin=plugin, ranges=ranges, target_sm=120)
+    except SpinError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+def test_the_reason_for_a_refused_network_is_one_line(tmp_path: Path) -> None:
+    """The plugin's own, which TensorRT does not pass on; and a range that is not there."""
+    ranges = {name: (1, 2, most) for name, most in MOST.items()}
+    cases: list[Any] = [str(need_plugin())]
+    for name, field, left_out in (("bad", {"sparsity_ppm": 10**6}, ""), ("good", {}, "pages")):
+        path = tmp_path / f"{name}.onnx"
+        fields = node_fields("SpinIndexer", CONFIG, ratio=4, slots=SLOTS, layer=2) | field
+        write_model(path, "SpinIndexer", ports_of("SpinIndexer"), fields)
+        cases.append([str(path), {n: r for n, r in ranges.items() if n != left_out}])
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSALS],
+        input=json.dumps(cases),
+        text=True,
+        capture_output=True,
+        cwd=ROOT,
+        env=wheel_environment(RTX, tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    plugins, range_ = map(json.loads, done.stdout.splitlines())
+    assert plugins.startswith("bad.onnx: TensorRT does not read it: ")
+    assert plugins.endswith(": SpinIndexer: sparsity_ppm: got 1000000, allowed: 0 .. 999999")
+    assert "\n" not in plugins
+    allowed = "'pages' among them, a dimension of pages"
+    assert range_ == f"ranges: got {sorted(ranges.keys() - {'pages'})}, allowed: {allowed}"
+    assert not list(tmp_path.glob("*.engine"))

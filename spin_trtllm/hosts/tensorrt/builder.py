@@ -8,8 +8,10 @@ A builder ends its process on some errors, and what it allocated stays: the call
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,13 +21,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from spin_trtllm.errors import SpinError
-from spin_trtllm.files import atomic_file
+from spin_trtllm.errors import SpinError, refuse
+from spin_trtllm.files import write_file
 from spin_trtllm.hosts.tensorrt.flavours import import_flavour
 from spin_trtllm.hosts.tensorrt.network import allow_aliasing
 from spin_trtllm.hosts.tensorrt.plugin import load_plugin
 
 Ranges = Mapping[str, Sequence[int]]
+
+_PLUGIN_LINE = "Spin"  # what the plugin says starts with the name of a node
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class EngineRequest:
             TensorRT-RTX builds for a GPU that is not.
         jobs: the engines.
         results: file for what came of it, one JSON object a line.
+        parent: process id of who asks, without whom it ends.
     """
 
     builder: str
@@ -70,6 +76,7 @@ class EngineRequest:
     target_sm: int | None
     jobs: tuple[EngineJob, ...]
     results: str
+    parent: int
 
 
 def build_engines(
@@ -83,12 +90,19 @@ def build_engines(
     """Build engines one after the other; each file is written whole or not at all.
 
     Raises:
-        SpinError: the first engine that could not be built, with TensorRT's own last error.
+        SpinError: the first engine that could not be built, with the plugin's own reason or else
+            TensorRT's last error; those before it are there.
     """
     with tempfile.TemporaryDirectory(prefix="spin-engines-") as folder:
         results = Path(folder) / "results.jsonl"
         request = EngineRequest(
-            builder, os.fspath(plugin), dict(ranges), target_sm, tuple(jobs), str(results)
+            builder,
+            os.fspath(plugin),
+            dict(ranges),
+            target_sm,
+            tuple(jobs),
+            str(results),
+            os.getpid(),
         )
         done = subprocess.run(
             [sys.executable, "-m", __name__],
@@ -101,11 +115,20 @@ def build_engines(
         text = results.read_text(encoding="utf-8") if results.exists() else ""
     lines = [json.loads(line) for line in text.splitlines()]
     if lines and "error" in lines[-1]:
-        raise SpinError(lines[-1]["error"])
+        raise SpinError(_with_plugins_reason(lines[-1]["error"], done.stderr))
     if done.returncode != 0 or len(lines) != len(jobs):
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise SpinError(f"{builder}: its process ended with {done.returncode}: {last}")
     return [BuiltEngine(**line) for line in lines]
+
+
+def _with_plugins_reason(error: str, log: str) -> str:
+    """TensorRT's error says no more than that there is no node; why is what the plugin said last.
+
+    Where TensorRT gives plugins no logger, that is in the standard error only.
+    """
+    said = [line.strip() for line in log.splitlines() if line.startswith(_PLUGIN_LINE)]
+    return error if not said or said[-1] in error else f"{error}: {said[-1]}"
 
 
 def build_engine(
@@ -126,14 +149,15 @@ def build_engine(
         target_sm: likewise.
 
     Raises:
-        SpinError: TensorRT refused; its log says more.
+        SpinError: TensorRT refused, and its log says more; or a range is missing.
     """
     builder = tensorrt.Builder(logger)
     flag = tensorrt.NetworkDefinitionCreationFlag.STRONGLY_TYPED  # types as the network says
     network = builder.create_network(1 << int(flag))
     parser = tensorrt.OnnxParser(network, logger)
     if not parser.parse(network_path.read_bytes()):
-        reasons = [parser.get_error(i).desc() for i in range(parser.num_errors)]
+        errors = (parser.get_error(i).desc() for i in range(parser.num_errors))
+        reasons = [" ".join(error.split()) for error in errors]
         raise SpinError(f"{network_path.name}: TensorRT does not read it: {'; '.join(reasons)}")
     config = builder.create_builder_config()
     allow_aliasing(config, tensorrt)
@@ -157,12 +181,19 @@ def _profile(builder: Any, network: Any, ranges: Ranges) -> Any:
     for index in range(network.num_inputs):
         tensor = network.get_input(index)
         sizes = [
-            ranges[tensor.get_dimension_name(axis)] if size < 0 else (size, size, size)
+            _range(ranges, tensor, axis) if size < 0 else (size, size, size)
             for axis, size in enumerate(tensor.shape)
         ]
         if any(size < 0 for size in tensor.shape):
             profile.set_shape(tensor.name, *(tuple(size) for size in zip(*sizes, strict=True)))
     return profile
+
+
+def _range(ranges: Ranges, tensor: Any, axis: int) -> Sequence[int]:
+    name = tensor.get_dimension_name(axis)
+    if name not in ranges:
+        refuse("ranges", sorted(ranges), f"{name!r} among them, a dimension of {tensor.name}")
+    return ranges[name]
 
 
 # ---- the process ----
@@ -173,12 +204,20 @@ def main() -> None:
     given = json.load(sys.stdin)
     jobs = tuple(EngineJob(**job) for job in given.pop("jobs"))
     request = EngineRequest(jobs=jobs, **given)
+    _end_with(request.parent)
     with open(request.results, "w", encoding="utf-8", buffering=1) as results:
         try:
             for built in _build_all(request):
                 print(json.dumps(asdict(built)), file=results)
         except SpinError as error:
             print(json.dumps({"error": str(error)}), file=results)
+
+
+def _end_with(parent: int) -> None:
+    """Let this process end with who asked for it, or it would write an engine nobody waits for."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    if os.getppid() != parent:
+        sys.exit("whoever asked for engines is gone")
 
 
 def _build_all(request: EngineRequest) -> Any:
@@ -194,8 +233,7 @@ def _build_all(request: EngineRequest) -> Any:
         except SpinError as error:
             said = f" ({logger.error})" if logger.error else ""
             raise SpinError(f"{error}{said}") from error
-        with atomic_file(job.engine) as path:
-            path.write_bytes(engine)
+        write_file(job.engine, engine)
         yield BuiltEngine(job.engine, round(time.perf_counter() - started, 3), len(engine))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -23,22 +24,37 @@ class Flavour:
         name: its Python module.
         builds: whether it turns networks into engines.
         note: what is special about it, one line; may be empty.
+        since: its first version with state in place.
     """
 
     name: str
     builds: bool
     note: str = ""
+    since: tuple[int, int] = (10, 3)
 
     @property
     def modules(self) -> tuple[str, ...]:
         """Names to import it by: the module, or the wheel of bindings that it re-exports."""
         return (self.name, f"{self.name}_bindings")
 
+    def why_too_old(self, version: str | None) -> str | None:
+        """Why a version does not do, one line; an unknown one gets the benefit of the doubt."""
+        numbers = re.match(r"(\d+)\.(\d+)", version or "")
+        if numbers is None or (int(numbers[1]), int(numbers[2])) >= self.since:
+            return None
+        since = ".".join(map(str, self.since))
+        return f"{self.name} {version} is too old, it has to be {since} or later"
+
 
 # In the order of preference.
 FLAVOURS = (
     Flavour("tensorrt", builds=True),
-    Flavour("tensorrt_rtx", builds=True, note="its documentation calls plugins unsupported"),
+    Flavour(
+        "tensorrt_rtx",
+        builds=True,
+        note="its documentation calls plugins unsupported",
+        since=(1, 0),
+    ),
     Flavour("tensorrt_lean", builds=False, note="runs engines, builds none"),
     Flavour("tensorrt_dispatch", builds=False, note="runs engines, builds none"),
 )

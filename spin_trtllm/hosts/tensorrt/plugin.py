@@ -2,13 +2,18 @@
 """The plugin library `libspin_trt_plugin.so`: finding it, and loading it into TensorRT's registry.
 
 TensorRT keeps silent when a library does not suit it, and the error comes much later, as a node
-without a plugin. So everything is checked here, at once.
+without a plugin. So everything is checked here, at once: that it loads, that it has what TensorRT
+looks for, and that it was built from the sources that this package belongs to.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +21,21 @@ from types import ModuleType
 from typing import Any
 
 from spin_trtllm import native
-from spin_trtllm.errors import SpinError
+from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.hosts.tensorrt.flavours import import_flavour
 from spin_trtllm.hosts.tensorrt.nodes import NAMESPACE, NODES, VERSION
 
 PLUGIN_VARIABLE = "SPIN_TRT_PLUGIN"
 PLUGIN_NAME = "libspin_trt_plugin.so"
+
+_EXPORTS = ("getCreators", "setLoggerFinder")
+_MARK = re.compile(rb"libspin_trt_plugin version (\d+)")  # a constant of the library's
+_LOAD = """\
+import ctypes, sys
+loaded = ctypes.CDLL(sys.argv[1])
+for name in sys.argv[2:]:
+    getattr(loaded, name)
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +69,18 @@ def plugin_path() -> Path | None:
 def missing_plugin() -> str | None:
     """Why `plugin_path` finds none and how to change that, one line; None if it finds one."""
     return None if plugin_path() else _not_found(plugin_search_paths())
+
+
+def usable_plugin() -> Path | None:
+    """The library that `plugin_path` finds, tried as `try_plugin` does; None if it finds none.
+
+    Raises:
+        SpinError: there is one, and it cannot be used.
+    """
+    path = plugin_path()
+    if path is not None:
+        try_plugin(path)
+    return path
 
 
 def load_plugin(
@@ -103,14 +129,40 @@ def check_plugin(library: Path) -> None:
     """Say what the loader says; TensorRT would only return nothing.
 
     Raises:
-        SpinError: it does not load, or has not what TensorRT looks for.
+        SpinError: it does not load, has not what TensorRT looks for, or is of another version.
     """
     try:
         loaded = ctypes.CDLL(str(library))
-        for name in ("getCreators", "setLoggerFinder"):
+        for name in _EXPORTS:
             getattr(loaded, name)
     except (OSError, AttributeError) as error:
         raise SpinError(f"{library}: not a loadable TensorRT plugin: {error}") from error
+    _check_version(library)
+
+
+def try_plugin(library: Path) -> None:
+    """`check_plugin` with the loader in a process of its own: a library cut short would end it.
+
+    Raises:
+        SpinError: as `check_plugin`.
+    """
+    command = [sys.executable, "-IS", "-c", _LOAD, str(library.absolute()), *_EXPORTS]
+    tried = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if tried.returncode < 0:
+        name = signal.Signals(-tried.returncode).name
+        raise SpinError(f"{library}: not a loadable TensorRT plugin: to load it ends in {name}")
+    if tried.returncode > 0:
+        last = (tried.stderr.splitlines() or ["OSError: it does not load"])[-1]
+        reason = last.partition(": ")[2]
+        raise SpinError(f"{library}: not a loadable TensorRT plugin: {reason}")
+    _check_version(library)
+
+
+def _check_version(library: Path) -> None:
+    """Its version is read in the file: the nodes are all that it exports."""
+    mark = _MARK.search(library.read_bytes())
+    if mark is not None and int(mark[1]) != native.VERSION:
+        refuse(str(library), f"version {int(mark[1])}", f"version {native.VERSION}; rebuild it")
 
 
 def _creators(registry: Any) -> dict[str, Any]:
