@@ -85,7 +85,8 @@ class Sweep:
         if arm.by_layer is not None:  # from the documents of the other parity
             others = range((number + 1) % 2, len(truths), 2)
             targets = layer_targets(known, others, target, ARMS[arm.by_layer].targets)
-            config = replace(config, layer_sparsity=dict(zip(trace.layers, targets, strict=True)))
+            by_layer = tuple(zip(trace.layers, targets, strict=True))
+            config = replace(config, layer_sparsity=by_layer)
         policy = arm.make(config, trace)
         return measure(policy, trace, truths[number], arm, self.key_bytes)
 
