@@ -95,16 +95,26 @@ def test_readme_quotes_the_committed_nodes():
     assert f"{ratios[0]:.2f} to {ratios[-1]:.2f} of the same kernels" in text
     first, last = (f"{row['all_layers_us']:.1f}" for row in (rows[0], rows[-1]))
     assert f"takes {first} at the first and {last} at the last" in text
-    calls = sorted(row["enqueue_us"]["SpinIndexer"]["median"] for row in rows)
-    assert f"costs the host {calls[0]:.1f} to {calls[-1]:.1f} microseconds" in text
-    for run, times, words in (
-        ("second", "enqueue_busy_us", "in a row, it was {} to {}, and on"),
-        ("third", "enqueue_us", "-third-run.json) {} to {}, where a launch"),
+    calls = {
+        name: [row["enqueue_us"][name]["median"] for row in rows] for name in rows[0]["enqueue_us"]
+    }
+    whole, most = calls.pop("SpinIndexer"), calls.pop("SpinIndexer, 16-bit query, mean pooling")
+    apart = [time for times in calls.values() for time in times]
+    alone = [row["enqueue_alone_us"]["median"] for row in rows]
+    for words, times in (
+        ("SpinIndexer` costs the host {} microseconds", whole),
+        ("most launches that a node can have {}, and", most),
+        ("a separate node {}. One by one", apart),
+        ("four launches cost {} on the same host", alone),
     ):
-        other = NODES_RESULT.with_name(f"h200-tensorrt-plugin-{run}-run.json")
-        rows = json.loads(other.read_text(encoding="utf-8"))["rows"]
-        calls = sorted(row[times]["SpinIndexer"]["median"] for row in rows)
-        assert words.format(f"{calls[0]:.1f}", f"{calls[-1]:.1f}") in text
+        assert words.format(f"{min(times):.1f} to {max(times):.1f}") in text
+    other = NODES_RESULT.with_name("h200-tensorrt-plugin-third-run.json")
+    rows_of_other = json.loads(other.read_text(encoding="utf-8"))["rows"]
+    last = max(row["enqueue_us"]["SpinIndexer"]["median"] for row in rows_of_other)
+    assert f"and up to {last:.1f} on [another]" in text
+    shares = [row["uncaptured_us"]["graph"] / row["uncaptured_us"]["alone"] for row in rows]
+    assert f"takes {min(shares):.2f} to {max(shares):.2f} of the time that it takes with" in text
+    assert all(row["within_bars"] and row["same_slots"] for row in rows)
 
 
 def test_triton_page_quotes_the_committed_figures():
