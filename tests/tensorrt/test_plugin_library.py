@@ -22,7 +22,7 @@ from plugin_host import (
 )
 from plugin_host import plugin_path as find_plugin
 
-FUZZ_SECONDS = os.environ.get("SPIN_FUZZ_SECONDS", "3")
+FUZZ_SECONDS = os.environ.get("SPIN_FUZZ_SECONDS", "60")
 
 
 def symbols(*options: str, versions: bool = False) -> set[str]:
