@@ -90,8 +90,8 @@ bool has_device() {
 }  // namespace
 
 // Adds a kernel node for each launch, which waits for the one before. Unlike on a stream its start
-// does not overlap that one's end: in a graph there is nothing to gain by it, and with many rows
-// thread blocks that wait take the place of others that work.
+// does not overlap that one's end: in these graphs that gained some percent at one sequence, and
+// cost a tenth at 64 rows, where blocks that wait take the place of others that work.
 class Graph::Building final : public Launcher {
 public:
     explicit Building(Graph& graph) : graph_(graph) {}
