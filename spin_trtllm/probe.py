@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this machine has: versions, devices, the kernel library, hosts and their hook points.
 
-Nothing of a host is imported: packages are found by their metadata, and hook points are read in
-their source text. So a broken or half-installed host can be described, too. No probe raises.
+Nothing of a host is imported here: packages are found by their metadata, and hook points are read
+in their source text. What only shows when it is loaded, TensorRT and the plugin, is loaded in a
+process of its own. So a broken or half-installed host can be described, too. No probe raises.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,13 +25,17 @@ import torch
 
 from spin_trtllm import __version__
 from spin_trtllm.build.handover import has_own_build
-from spin_trtllm.hosts.tensorrt.flavours import FLAVOURS, Flavour
-from spin_trtllm.hosts.tensorrt.plugin import check_plugin, plugin_path
+from spin_trtllm.build.tensorrt_builder import why_no_builder
+from spin_trtllm.hosts.tensorrt.flavours import FLAVOURS, Flavour, why_no_import
+from spin_trtllm.hosts.tensorrt.plugin import usable_plugin
+from spin_trtllm.hosts.triton.server import SERVER_VARIABLE, find_server, missing
 from spin_trtllm.hosts.trtllm.activate import has_hooks, startup_file
 from spin_trtllm.hosts.trtllm.settings import SPIN_VARIABLE
 
 Result = TypeVar("Result")
 
+ENGINE_BUILDER = "engine builder"
+TRITON_SERVER = "tritonserver (program)"
 REFERENCE_RUNS = "not built: the reference runs"
 
 # Distributions in the order they are shown.
@@ -85,6 +89,15 @@ class Host:
     def matches(self) -> bool:
         """Whether it is there and every hook point is as expected."""
         return self.found and all(hook.matches for hook in self.hooks)
+
+    def fault(self, *but: str) -> str | None:
+        """What was found at its first hook point that does not match; None if all others match.
+
+        Args:
+            but: names of hook points that do not count.
+        """
+        faults = (hook.note for hook in self.hooks if not hook.matches and hook.name not in but)
+        return next(faults, None)
 
 
 @dataclass(frozen=True)
@@ -203,14 +216,11 @@ def _kernel_library() -> KernelLibrary:
 
 def _tensorrt_plugin() -> KernelLibrary:
     """The library that `load_plugin` finds, and whether TensorRT could take it."""
-    path = plugin_path()
-    if path is None:
-        return KernelLibrary(False, "not built")
     try:
-        check_plugin(path)
+        path = usable_plugin()
     except Exception as error:
         return KernelLibrary(False, str(error))
-    return KernelLibrary(True, str(path))
+    return KernelLibrary(path is not None, "not built" if path is None else str(path))
 
 
 def _activation() -> Activation:
@@ -240,11 +250,34 @@ def _tensorrt(flavour: Flavour) -> Host:
     found = any(_home(module) is not None for module in flavour.modules)
     names = [flavour.name, *(f"{flavour.name}_cu{major}_bindings" for major in (13, 12, 11))]
     versions = [version for name in names if (version := _version(name))]
-    return Host(flavour.name, found, versions[0] if versions else None)
+    version = versions[0] if versions else None
+    if not found:
+        return Host(flavour.name, False, version)
+    hooks = [
+        _sound(f"{flavour.name} import", partial(why_no_import, flavour)),
+        _sound(f"{flavour.name} version", partial(flavour.why_too_old, version)),
+    ]
+    if flavour.builds:
+        hooks.append(_sound(ENGINE_BUILDER, partial(why_no_builder, flavour.name)))
+    return Host(flavour.name, True, version, tuple(hooks))
+
+
+def _sound(name: str, why_not: Callable[[], str | None]) -> Hook:
+    """A hook point that needs nothing but that there is no reason against it."""
+    unknown: str | None = f"{name} cannot be tried"
+    reason = _quietly(why_not, unknown)
+    return Hook(name, reason is None, reason or "as it should be")
 
 
 def _triton_server() -> Host:
-    return Host("tritonserver (program)", shutil.which("tritonserver") is not None, None)
+    """The one that `spin-trtllm triton` would start, and what it lacks."""
+    server = _quietly(lambda: find_server(os.environ.get(SERVER_VARIABLE) or None), None)
+    if server is None:
+        return Host(TRITON_SERVER, False, None)
+    lacks = _quietly(lambda: list(missing(server)), ["it cannot be looked at"])
+    return Host(
+        TRITON_SERVER, True, None, tuple(Hook("its Python backend", False, line) for line in lacks)
+    )
 
 
 def _module_host(name: str, *, distribution: str | None = None) -> Host:

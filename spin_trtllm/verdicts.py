@@ -3,20 +3,18 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from spin_trtllm.hosts.tensorrt.flavours import FLAVOURS
-from spin_trtllm.probe import Report
+from spin_trtllm.probe import ENGINE_BUILDER, TRITON_SERVER, Report
 
 _GPU = "run on a Hopper or Blackwell GPU"
 _NO_HOOKS = "install TensorRT-LLM 1.3.0rc27 .. 1.4.0rc4, which the hooks are made for"
-_EMBEDDED = "use the embedded host: spin-trtllm generate"
+_TRITON = "docs/triton.md says where to get a server, and what its Python backend needs"
 _MINIMUM_SM = 90  # the kernels use clusters
 _PLUGIN = "make plugin in a clone, or reinstall spin-trtllm from source; both need nvcc"
 _TENSORRT = "pip install 'tensorrt>=10.3'"
 _TENSORRT_RUNTIMES = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch")
-_TENSORRT_SINCE = (10, 3)  # the first with state in place
 _KERNELS = "make kernels in a clone, or reinstall spin-trtllm from source; both need nvcc"
 
 _STARTUP = "install spin-trtllm in this environment: pip install, not PYTHONPATH"
@@ -108,40 +106,42 @@ def _tensorrt_build(report: Report) -> Verdict:
     use = "trtllm-build --use_spin --tensorrt"
     if not report.host("onnx").found:
         return Verdict(use, False, "onnx is not installed", "pip install onnx")
-    builders = [f.name for f in FLAVOURS if f.builds and report.host(f.name).found]
-    what = f"ONNX; engines by {' or '.join(builders)}" if builders else "ONNX only, no builder here"
-    return Verdict(use, True, what)
+    hosts = [host for f in FLAVOURS if f.builds and (host := report.host(f.name)).found]
+    builders = [host.name for host in hosts if host.matches]
+    if builders:
+        return Verdict(use, True, f"ONNX; engines by {' or '.join(builders)}")
+    reasons = [str(host.fault()) for host in hosts] or ["no builder here"]
+    return Verdict(use, True, f"ONNX only: {'; '.join(reasons)}")
 
 
 def _tensorrt_plugin(report: Report) -> Verdict:
     use = "TensorRT plugin"
     if not report.tensorrt_plugin.found:
         return Verdict(use, False, report.tensorrt_plugin.note, _PLUGIN)
-    runtimes = [host for name in _TENSORRT_RUNTIMES if (host := report.host(name)).found]
-    if not runtimes:
+    hosts = [host for name in _TENSORRT_RUNTIMES if (host := report.host(name)).found]
+    if not hosts:
         return Verdict(use, False, f"none of {', '.join(_TENSORRT_RUNTIMES)} is here", _TENSORRT)
-    host = runtimes[0]
-    shown = f"{host.name} {host.version or ''}".rstrip()
-    if not _is_since(host.version, _TENSORRT_SINCE):
-        return Verdict(use, False, f"{shown} is too old", _TENSORRT)
+    runtimes = [host for host in hosts if host.fault(ENGINE_BUILDER) is None]
+    if not runtimes:
+        reasons = [str(host.fault(ENGINE_BUILDER)) for host in hosts]
+        return Verdict(use, False, "; ".join(reasons), _TENSORRT)
     if all(device.sm < _MINIMUM_SM for device in report.devices):
         return Verdict(use, False, f"it loads, but no GPU of sm_{_MINIMUM_SM} or later", _GPU)
+    shown = f"{runtimes[0].name} {runtimes[0].version or ''}".rstrip()
     return Verdict(use, True, f"{shown}; never run in TensorRT itself so far")
 
 
-def _is_since(version: str | None, least: tuple[int, int]) -> bool:
-    """Whether a version is at least this one; an unknown one gets the benefit of the doubt."""
-    numbers = re.match(r"(\d+)\.(\d+)", version or "")
-    return numbers is None or (int(numbers[1]), int(numbers[2])) >= least
-
-
 def _triton(report: Report) -> Verdict:
-    names = ("tritonserver (program)", "tritonserver", "pytriton")
-    return _planned(report, "Triton Inference Server", names)
-
-
-def _planned(report: Report, use: str, names: tuple[str, ...]) -> Verdict:
-    """A use that this version does not offer, whatever is installed."""
-    found = [name for name in names if report.host(name).found]
-    have = f"found {', '.join(found)}" if found else "none installed"
-    return Verdict(use, False, f"planned, not in this version ({have})", _EMBEDDED)
+    use = "Triton Inference Server"
+    host = report.host(TRITON_SERVER)
+    if not host.found:
+        return Verdict(use, False, "no tritonserver is here", _TRITON)
+    fault = host.fault()
+    if fault is not None:
+        return Verdict(use, False, fault, _TRITON)
+    engines = {"tensorrt_llm": _trtllm_serve(report), "transformers": _embedded(report)}
+    running = [name for name, engine in engines.items() if engine.runs]
+    if not running:
+        embedded = engines["transformers"]
+        return Verdict(use, False, f"it has no engine: {embedded.why}", embedded.fix)
+    return Verdict(use, True, f"spin-trtllm triton; engine {' or '.join(running)}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,12 +15,13 @@ from typing import Any
 import click.testing
 import pytest
 import torch
+from tensorrt_wheels import stub_plugin
 
 from spin_trtllm import probe as probing
 from spin_trtllm.commands.doctor import command
 from spin_trtllm.errors import SpinError
 from spin_trtllm.hosts.tensorrt import FLAVOURS
-from spin_trtllm.probe import Activation, Device, Host, KernelLibrary, probe
+from spin_trtllm.probe import Activation, Device, Hook, Host, KernelLibrary, probe
 from spin_trtllm.verdicts import Verdict, verdicts
 
 NEW_TREE = "_torch/attention/backends/sparse/dsa/indexer.py"
@@ -215,27 +217,72 @@ def test_their_own_build_is_found(install: Any) -> None:
     assert verdict("trtllm-build without").runs
 
 
-def test_what_is_planned_is_never_promised() -> None:
-    """With everything installed, what this version lacks is still said not to run."""
-    everything = replaced(
-        Host("tensorrt_llm", True, "1.4.0rc4"),
-        Host("tritonserver", True, "2.51"),
-    )
-    for use in ("trtllm-serve", "Triton"):
-        found = verdict(use, devices=H200, hosts=everything, **READY | {"activation": NO_HOOKS})
-        assert not found.runs
-        assert "this version" in found.why
-        assert found.fix
+def test_serving_without_hooks_is_never_promised() -> None:
+    hosts = replaced(Host("tensorrt_llm", True, "1.4.0rc4"))
+    changes = READY | {"activation": NO_HOOKS}
+    found = verdict("trtllm-serve", devices=H200, hosts=hosts, **changes)
+    assert not found.runs
+    assert "this version" in found.why
+    assert found.fix
 
 
-def test_a_triton_server_on_the_path_is_found(
+def put_server(folder: Path) -> Path:
+    program = folder / "tritonserver"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    return program
+
+
+def test_a_triton_server_is_found_where_its_command_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not verdict("Triton").runs
-    (tmp_path / "tritonserver").write_text("#!/bin/sh\n")
-    (tmp_path / "tritonserver").chmod(0o755)
+    monkeypatch.delenv("SPIN_TRITONSERVER", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "found tritonserver (program)" in verdict("Triton").why
+    found = verdict("Triton")
+    assert (found.runs, found.why) == (False, "no tritonserver is here")
+    assert "docs/triton.md" in found.fix
+    program = put_server(tmp_path)
+    assert probe().host("tritonserver (program)").found
+    monkeypatch.setenv("PATH", "")
+    assert not probe().host("tritonserver (program)").found
+    monkeypatch.setenv("SPIN_TRITONSERVER", str(program))
+    assert probe().host("tritonserver (program)").found
+
+
+TRITON = Host("tritonserver (program)", True, None)
+EMBEDDED = Host("transformers", True, "5.20.0")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "why", "runs"),
+    [
+        ((TRITON, EMBEDDED), "spin-trtllm triton; engine transformers", True),
+        (
+            (TRITON, Host("transformers", False, None)),
+            "it has no engine: transformers is not installed",
+            False,
+        ),
+        (
+            (Host(TRITON.name, True, None, (Hook("backend", False, "numpy: got 2.1"),)), EMBEDDED),
+            "numpy: got 2.1",
+            False,
+        ),
+    ],
+)
+def test_triton_needs_its_backend_and_an_engine(
+    hosts: tuple[Host, ...], why: str, runs: bool
+) -> None:
+    others = (Host("tensorrt_llm", False, None),)
+    found = verdict("Triton", hosts=replaced(*hosts, *others))
+    assert found.why.startswith(why)
+    assert found.runs is runs
+    assert bool(found.fix) is not runs
+
+
+def test_triton_can_have_both_engines() -> None:
+    hosts = replaced(TRITON, EMBEDDED, Host("tensorrt_llm", True, "1.4.0rc4"))
+    found = verdict("Triton", devices=H200, hosts=hosts, **READY)
+    assert found.why == "spin-trtllm triton; engine tensorrt_llm or transformers"
 
 
 def test_devices_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +369,6 @@ TENSORRT: dict[str, Any] = {
     [
         (Host("tensorrt", True, "10.13.0"), {}, "tensorrt 10.13.0; never run in TensorRT itself"),
         (Host("tensorrt_lean", True, None), {}, "tensorrt_lean; never run"),
-        (Host("tensorrt", True, "10.2.0"), {}, "tensorrt 10.2.0 is too old"),
         (Host("tensorrt_rtx", True, "1.7.1"), {}, "none of tensorrt, tensorrt_lean, tensorrt_disp"),
         (Host("tensorrt", True, "11.4.0"), {"devices": A100}, "no GPU of sm_90"),
         (
@@ -342,10 +388,69 @@ def test_the_plugin_needs_a_tensorrt_and_a_gpu(
     assert bool(found.fix) is not found.runs
 
 
-def test_a_wheel_of_bindings_is_a_tensorrt(install: Any) -> None:
-    install("tensorrt_rtx_bindings", {"__init__.py": "raise RuntimeError"}, None)
+NO_IMPORT = "tensorrt does not import: libnvinfer.so.10: not there"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "why", "runs"),
+    [
+        (("tensorrt",), NO_IMPORT, False),
+        (("tensorrt", "tensorrt_lean"), "tensorrt_lean 10.9; never run", True),
+    ],
+)
+def test_a_tensorrt_that_does_not_import_is_none(
+    hosts: tuple[str, ...], why: str, runs: bool
+) -> None:
+    broken = (Hook("tensorrt import", False, NO_IMPORT),)
+    given = [
+        Host(f.name, f.name in hosts, "10.9", broken if f.name == "tensorrt" else ())
+        for f in FLAVOURS
+    ]
+    found = verdict("TensorRT plugin", **TENSORRT | {"hosts": replaced(*given)})
+    assert found.why.startswith(why)
+    assert found.runs is runs
+    build = verdict("trtllm-build --use_spin --tensorrt", hosts=replaced(*given))
+    assert build.why == f"ONNX only: {NO_IMPORT}"
+
+
+def test_a_tensorrt_that_cannot_build_can_run_engines() -> None:
+    given = [Host(f.name, False, None) for f in FLAVOURS if f.name != "tensorrt"]
+    given.append(Host("tensorrt", True, "10.9", (Hook("engine builder", False, "no GPU"),)))
+    assert verdict("TensorRT plugin", **TENSORRT | {"hosts": replaced(*given)}).runs
+    build = verdict("trtllm-build --use_spin --tensorrt", hosts=replaced(*given))
+    assert build.why == "ONNX only: no GPU"
+
+
+def test_a_wheel_of_bindings_is_a_tensorrt(
+    install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("tensorrt_rtx_bindings", {"__init__.py": ""}, None)
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     assert probe().host("tensorrt_rtx").found
+    needs = "ONNX only: tensorrt_rtx needs libtensorrt_rtx.so to read networks"
+    assert verdict("trtllm-build --use_spin --tensorrt").why.startswith(needs)
+    (tmp_path / "libtensorrt_rtx.so").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     assert "engines by tensorrt_rtx" in verdict("trtllm-build --use_spin --tensorrt").why
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise ImportError('libnvinfer.so: not there')", "libnvinfer.so: not there"),
+        ("import os; os.abort()", "it ends its process by SIGABRT"),
+    ],
+)
+def test_a_broken_tensorrt_is_noticed_and_harmless(install: Any, text: str, reason: str) -> None:
+    install("tensorrt_lean", {"__init__.py": text}, "10.9.0")
+    assert probe().host("tensorrt_lean").fault() == f"tensorrt_lean does not import: {reason}"
+    assert "tensorrt_lean" not in sys.modules
+
+
+def test_an_old_tensorrt_is_noticed(install: Any) -> None:
+    install("tensorrt_lean", {"__init__.py": ""}, "10.2.0")
+    fault = "tensorrt_lean 10.2.0 is too old, it has to be 10.3 or later"
+    assert probe().host("tensorrt_lean").fault() == fault
 
 
 def test_the_plugin_is_tried_by_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,6 +459,20 @@ def test_the_plugin_is_tried_by_the_loader(tmp_path: Path, monkeypatch: pytest.M
     assert probe().tensorrt_plugin == KernelLibrary(False, "not built")
     library.write_text("no library")
     assert "not a loadable TensorRT plugin" in probe().tensorrt_plugin.note
+    made = stub_plugin(tmp_path)
+    monkeypatch.setenv("SPIN_TRT_PLUGIN", str(made))
+    assert probe().tensorrt_plugin == KernelLibrary(True, str(made))
+    stub_plugin(tmp_path, "libspin_trt_plugin version 1")
+    assert "got 'version 1', allowed: version" in probe().tensorrt_plugin.note
+
+
+def test_a_plugin_cut_short_does_not_end_the_doctor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = stub_plugin(tmp_path)
+    os.truncate(library, 5000)
+    monkeypatch.setenv("SPIN_TRT_PLUGIN", str(library))
+    assert "it ends its process by SIGBUS" in doctor()
 
 
 def test_activation_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

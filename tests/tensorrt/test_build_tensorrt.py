@@ -262,7 +262,7 @@ def stale(folder: Path) -> Path:
         (text_file, "not a loadable TensorRT plugin: "),
         (empty_file, "not a loadable TensorRT plugin: "),
         (another_library, "undefined symbol: getCreators"),
-        (cut_short, "not a loadable TensorRT plugin: to load it ends in SIGBUS"),
+        (cut_short, "not a loadable TensorRT plugin: it ends its process by SIGBUS"),
         (stale, f"got 'version 1', allowed: version {native.VERSION}; rebuild it"),
     ],
 )

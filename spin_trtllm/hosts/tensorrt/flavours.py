@@ -10,10 +10,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 
 from spin_trtllm.errors import SpinError, refuse
+from spin_trtllm.hosts.tensorrt.trial import why_it_fails
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,12 @@ class Flavour:
         since = ".".join(map(str, self.since))
         return f"{self.name} {version} is too old, it has to be {since} or later"
 
+
+_IMPORT = """\
+import importlib, sys
+_, module, *sys.path = sys.argv
+importlib.import_module(module)
+"""
 
 # In the order of preference.
 FLAVOURS = (
@@ -87,6 +95,16 @@ def import_flavour(name: str | None = None, *, builds: bool = False) -> ModuleTy
         return importlib.import_module(found)
     except Exception as error:  # a library that it needs may be missing or be of another version
         raise SpinError(f"tensorrt: cannot import {found}: {error}") from error
+
+
+def why_no_import(flavour: Flavour) -> str | None:
+    """Why the module of an installed flavour does not import, one line; None if it does.
+
+    It is imported in a process of its own, with what this one can import.
+    """
+    module = _module_name(flavour)
+    reason = None if module is None else why_it_fails(_IMPORT, module, *sys.path)
+    return reason and f"{flavour.name} does not import: {reason}"
 
 
 def _module_name(flavour: Flavour) -> str | None:

@@ -11,9 +11,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +21,7 @@ from spin_trtllm import native
 from spin_trtllm.errors import SpinError, refuse
 from spin_trtllm.hosts.tensorrt.flavours import import_flavour
 from spin_trtllm.hosts.tensorrt.nodes import NAMESPACE, NODES, VERSION
+from spin_trtllm.hosts.tensorrt.trial import why_it_fails
 
 PLUGIN_VARIABLE = "SPIN_TRT_PLUGIN"
 PLUGIN_NAME = "libspin_trt_plugin.so"
@@ -146,14 +144,8 @@ def try_plugin(library: Path) -> None:
     Raises:
         SpinError: as `check_plugin`.
     """
-    command = [sys.executable, "-IS", "-c", _LOAD, str(library.absolute()), *_EXPORTS]
-    tried = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if tried.returncode < 0:
-        name = signal.Signals(-tried.returncode).name
-        raise SpinError(f"{library}: not a loadable TensorRT plugin: to load it ends in {name}")
-    if tried.returncode > 0:
-        last = (tried.stderr.splitlines() or ["OSError: it does not load"])[-1]
-        reason = last.partition(": ")[2]
+    reason = why_it_fails(_LOAD, str(library.absolute()), *_EXPORTS)
+    if reason is not None:
         raise SpinError(f"{library}: not a loadable TensorRT plugin: {reason}")
     _check_version(library)
 
