@@ -287,6 +287,20 @@ def _as_float(name: str, value: Any, allowed: str) -> float:
         refuse(name, value, allowed)
 
 
+class _OnceLoader(yaml.SafeLoader):
+    """PyYAML's safe loader, which would let the last of two equal keys win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if (key.tag, key.value) in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"key {key.value!r} for the second time", problem_mark=key.start_mark
+                )
+            seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
+
+
 def _load_yaml(path: str | os.PathLike[str]) -> Any:
     try:
         with open(path, encoding="utf-8") as file:
@@ -297,7 +311,7 @@ def _load_yaml(path: str | os.PathLike[str]) -> Any:
     if len(text) > _MAX_YAML_CHARACTERS:
         refuse(f"spin_config: {path}", "a larger file", f"{_MAX_YAML_CHARACTERS} characters")
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_OnceLoader)
     except Exception as error:  # PyYAML's constructors raise far more than YAMLError
         where = " ".join(str(error).split()) or type(error).__name__
         raise SpinError(f"spin_config: {str(path)!r} is not valid YAML: {where[:200]}") from error

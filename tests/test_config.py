@@ -310,6 +310,8 @@ def test_yaml_shapes(text: str, expected: dict[str, Any], tmp_path: Path) -> Non
         (b"? [a]\n: 1\n? {b: c}\n: 1\n", ["is not valid YAML"]),
         (b"seed: 1\x00\n", ["is not valid YAML"]),
         (b"\xff\xfe\x00binary\x80", ["not UTF-8 text"]),
+        (b"seed: 1\nseed: 2\n", ["is not valid YAML", "key 'seed' for the second", "line 2"]),
+        (b"spin:\n  layer_sparsity: {3: 0.1, 3: 0.2}\n", ["key '3' for the second time"]),
         (b"seed: yes\n", ["seed: got True"]),
         (b"seed: '1'\n", ["seed: got '1'"]),
         (b"target_sparsity: .nan\n", ["target_sparsity: got nan"]),

@@ -92,6 +92,9 @@ def test_fields_are_the_configurations() -> None:
         (CONFIG, {"layer": -1}, "layer: got -1, allowed: an integer in 0 .. 1023"),
         (CONFIG, {"layer": 1024}, "layer: got 1024"),
         (CONFIG, {"layer": None}, "layer: got None"),
+        (CONFIG, {"exact": "no"}, "exact: got 'no', allowed: True, False"),
+        (CONFIG, {"exact": None}, "exact: got None, allowed: True, False"),
+        (CONFIG, {"aliased": 2}, "aliased: got 2, allowed: True, False"),
         (CONFIG, {"slots": 2048.0}, "slots: got 2048.0"),
         (CONFIG, {"slots": "2048"}, "slots: got '2048'"),
         (

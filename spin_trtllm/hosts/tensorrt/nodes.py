@@ -180,6 +180,9 @@ def node_fields(
     check_integer("ratio", ratio, 1, MAX_RATIO)
     check_integer("layer", layer, 0, MAX_LAYERS - 1)
     _check_config(config, slots, page_slots)
+    for option, given in (("exact", exact), ("aliased", aliased)):
+        if type(given) is not bool:
+            refuse(option, given, "True, False")
     if name == "SpinPredictBlocks" and page_slots > config.block_size:  # it lists whole pages
         refuse("page_slots", page_slots, f"at most block_size = {config.block_size}")
     values: dict[str, FieldValue | None] = {
