@@ -27,7 +27,12 @@ from spin_trtllm.build.cli import main
 from spin_trtllm.build.engine import ENGINE_FILES, load_engine
 from spin_trtllm.build.target import Target
 from spin_trtllm.errors import SpinError
-from spin_trtllm.hosts.tensorrt import FLAVOURS, import_flavour, installed_flavours
+from spin_trtllm.hosts.tensorrt import (
+    FLAVOURS,
+    PRECISIONS,
+    import_flavour,
+    installed_flavours,
+)
 from spin_trtllm.hosts.tensorrt.builder import BuiltEngine, EngineJob
 
 LAYERS = (1, 3, 4, 6)
@@ -633,10 +638,17 @@ def as_process(
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
 
 
-def test_engines_are_built_where_a_builder_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("precision", "rotation", "drafts"),
+    list(zip(PRECISIONS, ("hadamard", "hadamard", "none", "none"), (0, 7, 0, 7), strict=True)),
+)
+def test_engines_are_built_where_a_builder_is(
+    tmp_path: Path, precision: str, rotation: str, drafts: int
+) -> None:
     need_plugin()
     output = tmp_path / "engine"
-    done = as_process(tmp_path, arguments(output, "--target_sm", 120))
+    options = ("--precision", precision, "--key_rotation", rotation, "--max_draft_len", drafts)
+    done = as_process(tmp_path, arguments(output, "--target_sm", 120, *options))
     assert (done.returncode, done.stderr) == (0, "")
     line = next(line for line in done.stdout.splitlines() if line.startswith("[6/7]"))
     assert "... 4 engines for sm_120 by tensorrt_rtx 1.7.1.116 (its documentation" in line
@@ -644,6 +656,7 @@ def test_engines_are_built_where_a_builder_is(tmp_path: Path) -> None:
     assert values["builder"]["name"] == "tensorrt_rtx"
     for files in values["layers"].values():
         assert b"SpinIndexer" in (output / "tensorrt" / files["engine"]).read_bytes()
+        assert files["engine_seconds"] > 0
     assert f"TensorRT: engines in {output / 'tensorrt'}" in done.stdout
 
 

@@ -118,14 +118,18 @@ def rope_of(checkpoint: Checkpoint) -> Rope:
 
 
 def network_of(
-    checkpoint: Checkpoint, layer: int, config: SpinConfig = DENSE, **options: Any
+    checkpoint: Checkpoint,
+    layer: int,
+    config: SpinConfig = DENSE,
+    sizes: tuple[int, int] = (2, 1),
+    **options: Any,
 ) -> Any:
     return indexer_network(
         read_indexer_weights(checkpoint, layer),
         rope_of(checkpoint),
         checkpoint.geometry,
         config,
-        IndexerSizes(2, 1, SLOTS),
+        IndexerSizes(*sizes, SLOTS),
         **options,
     )
 
@@ -139,7 +143,7 @@ def inputs_of(
     step: Step, config: SpinConfig, keys: Tensor, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """A network's inputs for one recorded step."""
-    shapes = state_shapes(config, IndexerSizes(2, 1, SLOTS))
+    shapes = state_shapes(config, IndexerSizes(2, step.positions.shape[1], SLOTS))
     dtypes = {"compact_of_block": torch.int32, "books": torch.int64}
     state = {n: torch.zeros(s, dtype=dtypes.get(n, torch.float32)) for n, s in shapes.items()}
     return {
@@ -194,6 +198,53 @@ def test_slots_are_the_hosts(dense: Recording, layer: int, rotate: bool) -> None
         assert as_sets(found["slots"]) == as_sets(step.picks)
         assert found["block_count"].tolist() == [-(-keys.shape[1] // 16)]
         assert (found["slots"].diff() > 0).all()
+
+
+def together(steps: list[Step], sequences: int, rows: int) -> Step:
+    """Consecutive steps as one: `rows` tokens of each of `sequences` sequences; the last's keys."""
+
+    def stacked(name: str) -> Tensor:
+        parts = torch.cat([getattr(step, name) for step in steps])  # [S * R, 1, ...]
+        return parts.reshape(sequences, rows, *parts.shape[2:])
+
+    assert len(steps) == sequences * rows
+    names = ("hidden", "latent", "positions", "query", "picks")
+    return Step(keys=steps[-1].keys, **{name: stacked(name) for name in names})
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("layer", CSA_LAYERS)
+def test_several_rows_of_several_sequences_are_the_hosts(
+    dense: Recording, layer: int, rotate: bool
+) -> None:
+    """Every row has its own query, weights, position and slots, as if it came alone."""
+    sequences, rows = 2, 3
+    steps = dense.steps[layer]
+    chosen = [*steps[2:5], *steps[-3:]]  # sequences at different places
+    step = together(chosen, sequences, rows)
+    model = network_of(
+        dense.checkpoint, layer, precision="fp32", rotate=rotate, sizes=(sequences, rows)
+    )
+    state = SpinState([layer], sequences=sequences, slots=SLOTS)
+    network = nr.NetworkReference(model, SpinStep(DENSE, state, ratio=RATIO))
+    keys = rotated(step.keys) if rotate else step.keys
+    network.exact_keys = keys.expand(sequences, -1, -1)
+    found = network.run(
+        inputs_of(step, DENSE, keys[0], torch.float32)
+        | {
+            "lanes": torch.tensor([0, 1]),
+            "sequence_ids": torch.tensor([0, 1]),
+            "page_table": nr.page_table(keys.shape[1], 64).expand(sequences, -1),
+        }
+    )
+    assert found["slots"].shape == (sequences, rows, TOP_K)
+    assert as_sets(found["slots"]) == as_sets(step.picks)
+    assert len({frozenset(row) for row in as_sets(found["slots"])}) > 1
+    if not rotate:
+        part = nr.graph_without_plugin(model, {"query_rotated": 1})
+        feeds = {"hidden": step.hidden, "query_latent": step.latent, "positions": step.positions}
+        (query,) = nr.ReferenceEvaluator(part).run(None, {n: t.numpy() for n, t in feeds.items()})
+        torch.testing.assert_close(torch.tensor(query[..., :16, :16]), step.query)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])

@@ -3,12 +3,24 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorrt_wheels import LEAN_10, LEAN_11, RTX, VERSIONS, need_plugin, run_probe
+from tensorrt_wheels import (
+    LEAN_10,
+    LEAN_11,
+    ROOT,
+    RTX,
+    VERSIONS,
+    need_plugin,
+    run_probe,
+    wheel_environment,
+)
 
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.hosts.tensorrt import NODES, node_fields
@@ -100,3 +112,36 @@ def test_what_is_no_plugin_is_one_line(answer: Any) -> None:
     assert "absent.so; build it with `make plugin`" in refusals["absent.so"]
     for name in refusals.keys() - {"absent.so"}:
         assert "not a loadable TensorRT plugin" in refusals[name]
+
+
+SAYING = """
+import json, sys
+from spin_trtllm.hosts.tensorrt import import_flavour, load_plugin
+tensorrt = import_flavour()
+class Log(tensorrt.ILogger):
+    lines = []
+    def log(self, severity, message):
+        self.lines.append(message)
+runtime = tensorrt.Runtime(Log())
+creator = load_plugin(tensorrt, sys.argv[1]).creators["SpinObserve"]
+nothing = tensorrt.PluginFieldCollection([])
+made = creator.create_plugin("probe", nothing, tensorrt.TensorRTPhase.RUNTIME)
+print(json.dumps([made is None, [line for line in Log.lines if line.startswith("Spin")]]))
+"""
+
+
+@pytest.mark.parametrize("wheels", [LEAN_10, LEAN_11, RTX])
+def test_without_a_logger_for_plugins_messages_go_to_standard_error(
+    wheels: str, tmp_path: Path
+) -> None:
+    """None of these hands plugins the logger that its own runtime has."""
+    done = subprocess.run(
+        [sys.executable, "-c", SAYING, str(need_plugin())],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=wheel_environment(wheels, tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [True, []]
+    assert "SpinObserve: ratio: got nothing, allowed: 1 .. 1048576\n" in done.stderr
