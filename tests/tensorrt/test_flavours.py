@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tensorrt_wheels import need_plugin
 
 from spin_trtllm.errors import SpinError
 from spin_trtllm.hosts.tensorrt import (
@@ -93,10 +94,7 @@ def module_with(names: tuple[str, ...], handle: object) -> Any:
 
 @pytest.fixture
 def library() -> Path:
-    path = plugin_path()
-    if path is None:
-        pytest.skip("libspin_trt_plugin.so is not built: make plugin")
-    return path
+    return need_plugin()
 
 
 def test_a_library_that_tensorrt_does_not_take_is_noticed(library: Path) -> None:
