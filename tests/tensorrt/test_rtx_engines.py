@@ -230,27 +230,31 @@ for network, ranges in cases:
 
 
 def test_the_reason_for_a_refused_network_is_one_line(tmp_path: Path) -> None:
-    """The plugin's own, which TensorRT does not pass on; and a range that is not there."""
+    """The plugin's own, which TensorRT does not pass on; several lines; a range that is missing."""
+    titled = {case["title"]: case for case in BAD}
+    bad, rank = titled["field out of range"], titled["wrong rank"]
     ranges = {name: (1, 2, most) for name, most in MOST.items()}
-    cases: list[Any] = [str(need_plugin())]
-    for name, field, left_out in (("bad", {"sparsity_ppm": 10**6}, ""), ("good", {}, "pages")):
+    fewer = {name: range_ for name, range_ in ranges.items() if name != "pages"}
+    asked: list[Any] = [str(need_plugin())]
+    for name, case, given in (("bad", bad, ranges), ("rank", rank, ranges), ("x", GOOD[0], fewer)):
         path = tmp_path / f"{name}.onnx"
-        fields = node_fields("SpinIndexer", CONFIG, ratio=4, slots=SLOTS, layer=2) | field
-        write_model(path, "SpinIndexer", ports_of("SpinIndexer"), fields)
-        cases.append([str(path), {n: r for n, r in ranges.items() if n != left_out}])
+        fields = node_fields(case["node"], CONFIG, ratio=4, slots=SLOTS, layer=2) | case["fields"]
+        write_model(path, case["node"], ports_for(case), fields)
+        asked.append([str(path), given])
     done = subprocess.run(
         [sys.executable, "-c", REFUSALS],
-        input=json.dumps(cases),
+        input=json.dumps(asked),
         text=True,
         capture_output=True,
         cwd=ROOT,
         env=wheel_environment(RTX, tmp_path),
     )
     assert done.returncode == 0, done.stderr
-    plugins, range_ = map(json.loads, done.stdout.splitlines())
+    plugins, several, missing = map(json.loads, done.stdout.splitlines())
     assert plugins.startswith("bad.onnx: TensorRT does not read it: ")
     assert plugins.endswith(": SpinIndexer: sparsity_ppm: got 1000000, allowed: 0 .. 999999")
-    assert "\n" not in plugins
+    assert several.startswith("rank.onnx: TensorRT does not read it: Invalid Node - SpinIndexer ")
+    assert "\n" not in plugins + several
     allowed = "'pages' among them, a dimension of pages"
-    assert range_ == f"ranges: got {sorted(ranges.keys() - {'pages'})}, allowed: {allowed}"
+    assert missing == f"ranges: got {sorted(fewer)}, allowed: {allowed}"
     assert not list(tmp_path.glob("*.engine"))
