@@ -76,7 +76,8 @@ class SpinConfig:
         query_share: share of the ranked blocks, in [0, 1], that the current query ranks; 0 is off.
         query_pooling: what stands for a block before the query: the `mean` of its keys, or a bound
             from the smallest and largest of each component (`minmax`).
-        query_merge: how the two rankings share: `split`, `union` or `max`.
+        query_merge: how the two rankings share: `split`; `union`, which skips more than the target
+            where they agree; or `max`.
         backend: under TensorRT-LLM, what scores the kept blocks: the `host`'s kernels, this
             package's `fused` ones, or `auto`, which also leaves alone the steps too small to gain.
 

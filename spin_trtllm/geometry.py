@@ -56,12 +56,17 @@ class Budget:
 
     Fields are Python integers, or int64 tensors of one shape:
     `kept_blocks = forced_blocks + ranked_blocks + explored_blocks`.
+
+    Attributes:
+        spare_blocks: of the kept ones, those that the top-k does not need; none where all visible
+            blocks are kept. Only what two rankings both choose may take from them.
     """
 
     kept_blocks: int | torch.Tensor
     forced_blocks: int | torch.Tensor
     ranked_blocks: int | torch.Tensor
     explored_blocks: int | torch.Tensor
+    spare_blocks: int | torch.Tensor
 
 
 def block_budget(
@@ -90,9 +95,10 @@ def block_budget(
     kept = kept.maximum(forced)
     explored = ((kept * exploration_ppm + PPM - 1) // PPM).minimum(kept - forced)
     ranked = kept - explored - forced
+    spare = torch.where(kept < b, kept - fill, 0)
     if as_int:
-        return Budget(int(kept), int(forced), int(ranked), int(explored))
-    return Budget(kept, forced, ranked, explored)
+        return Budget(int(kept), int(forced), int(ranked), int(explored), int(spare))
+    return Budget(kept, forced, ranked, explored, spare)
 
 
 def accepted_drafts(first_tokens: Integer, next_first_tokens: Integer) -> Integer:

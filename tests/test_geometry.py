@@ -221,6 +221,9 @@ def test_budget_against_fractions(b: int, top_k: int, size: int, rho: int, gamma
         assert tensor.shape == (2, 2)
         assert tensor[0, 0] == tensor[1, 1] == value
         assert tensor[0, 1] == 0
+    spare = 0 if kept == b else kept - ceil(Fraction(top_k, size))
+    assert block_budget(b, **settings_).spare_blocks == spare
+    assert torch.as_tensor(rows.spare_blocks)[0].tolist() == [spare, 0]
 
 
 @quick

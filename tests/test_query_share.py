@@ -67,9 +67,14 @@ def scaled(scores: dict[int, float]) -> dict[int, np.float32]:
 
 
 def ranked_part(
-    history: dict[int, float], query: dict[int, float], count: int, share_ppm: int, merge: str
+    history: dict[int, float],
+    query: dict[int, float],
+    count: int,
+    share_ppm: int,
+    merge: str,
+    spare: int,
 ) -> set[int]:
-    """SPEC 4, step 7, of blocks given by number."""
+    """SPEC 4, step 7, of blocks given by number; `union` keeps `spare` fewer at most."""
     if not share_ppm:
         return set(in_order(history)[:count])
     if merge == "max" and history:
@@ -79,8 +84,14 @@ def ranked_part(
         return set(in_order(both)[:count])
     by_query = -(-count * share_ppm // PPM)
     kept = set(in_order(history)[: count - by_query])
-    left = query if merge == "union" else {j: x for j, x in query.items() if j not in kept}
-    return kept | set(in_order(left)[:by_query])
+    wish = in_order(query)
+    if merge == "union":
+        kept |= set(wish[:by_query])
+        count -= spare
+    for j in wish:
+        if len(kept) < count:
+            kept.add(j)
+    return kept
 
 
 class SharedOracle(oracle.OracleSequence):
@@ -109,7 +120,9 @@ class SharedOracle(oracle.OracleSequence):
                 for j in others
             }
         query = {j: float(self.queries[layer_index, position - p0, j]) for j in others}
-        ranked = ranked_part(history, query, m - e - len(forced), self.share_ppm, self.merge)
+        spare = m - oracle.ceil_div(self.top_k, b) if m < n_blocks else 0
+        count = m - e - len(forced)
+        ranked = ranked_part(history, query, count, self.share_ppm, self.merge, spare)
         rest = [j for j in others if j not in ranked]
         layer = self.layers[layer_index]
         rest.sort(key=lambda j: (oracle.priority(self.seed, self.sequence_id, layer, p0, j), j))
@@ -175,7 +188,12 @@ def draw_scores(seed: int, ties: bool, shape: tuple[int, ...]) -> Tensor:
 
 
 def select(
-    history: Tensor, positions: Tensor, sparsity_ppm: int, exploration_ppm: int, **query: Any
+    history: Tensor,
+    positions: Tensor,
+    sparsity_ppm: int,
+    exploration_ppm: int,
+    top_k: int = 10,
+    **query: Any,
 ) -> Any:
     count = len(positions)
     return select_blocks(
@@ -186,7 +204,7 @@ def select(
         torch.arange(count) + 2,
         ratio=RATIO,
         block_size_slots=8,
-        top_k=10,
+        top_k=top_k,
         sparsity_ppm=sparsity_ppm,
         exploration_ppm=exploration_ppm,
         seed=3,
@@ -239,13 +257,75 @@ def test_budgets_at_every_share(drawn: dict[str, Any], merge: str) -> None:
         assert torch.equal(only.row_blocks, instead.row_blocks)
 
 
+@quick
+@given(
+    seed=st.integers(0, 2**31),
+    ties=st.booleans(),
+    ranked=st.integers(0, 12),
+    share_ppm=st.sampled_from([0, *(round(share * PPM) for share in SHARES)]),
+    spare=st.integers(0, 12),
+)
+def test_union_is_split_less_what_both_choose(
+    seed: int, ties: bool, ranked: int, share_ppm: int, spare: int
+) -> None:
+    """Each ranking has its share, whole; with nothing in common, or to spare, it is `split`."""
+    history, query = draw_scores(seed, ties, (1, 1, 14)), draw_scores(seed + 1, ties, (1, 1, 14))
+    candidates = torch.ones(1, 1, 14, dtype=torch.bool)
+    candidates[..., 3], candidates[..., 9] = False, False
+
+    def choose(scores: Tensor, count: int, **shared: Any) -> Tensor:
+        return rank_blocks(candidates, scores, torch.tensor([[count]]), **shared)
+
+    by_query = -(-ranked * share_ppm // PPM)
+    shares = choose(history, ranked - by_query), choose(query, by_query)
+    shared = {"query_scores": query, "query_share_ppm": share_ppm, "spare_blocks": spare}
+    split, union = (
+        choose(history, ranked, query_merge=merge, **shared) for merge in ("split", "union")
+    )
+    repeated = int((shares[0] & shares[1]).sum())
+    assert bool((union <= split).all())
+    assert bool((shares[0] | shares[1] <= union).all())
+    assert int(split.sum()) == ranked
+    assert int(union.sum()) == ranked - min(repeated, spare)
+
+
+@quick
+@given(drawn=steps_of_drafts, mask_policy=st.sampled_from(("union", "row0")))
+def test_a_step_with_union_keeps_no_block_that_split_does_not(
+    drawn: dict[str, Any], mask_policy: str
+) -> None:
+    """Explored blocks and drafts included; it fills the top-k, and 0 is still dense."""
+    first, row_count = drawn["first"], drawn["row_count"]
+    positions = (first + torch.arange(row_count)).repeat(2, 1)
+    history, query = (
+        draw_scores(drawn["seed"] + n, drawn["ties"], (2, row_count, 20)) for n in range(2)
+    )
+    budget = (drawn["sparsity_ppm"], drawn["exploration_ppm"], 40)
+    shared = {"query_scores": query, "query_share_ppm": drawn["share_ppm"]}
+    split, union = (
+        select(history, positions, *budget, **shared, query_merge=merge, mask_policy=mask_policy)
+        for merge in ("split", "union")
+    )
+    for name in ("blocks", "row_blocks"):
+        assert bool((getattr(union, name) <= getattr(split, name)).all())
+    kept, present = union.row_blocks.sum(-1), -(-((positions + 1) // RATIO) // 8)
+    assert bool((kept >= present.clamp(max=5)).all())  # 40 slots are five blocks
+    dense = split.row_blocks.sum(-1) == present
+    assert torch.equal(kept[dense], present[dense])
+    if not drawn["sparsity_ppm"]:
+        assert bool(dense.all())
+    # Of one row, as many blocks are explored as ever.
+    if row_count == 1:
+        assert torch.equal(union.explored_blocks.sum(-1), split.explored_blocks.sum(-1))
+
+
 def test_a_ranking_by_hand() -> None:
     """Eight candidates, four blocks; history likes 0 1 2 3, the query 3 2 5 6."""
     candidates = torch.ones(1, 1, 8, dtype=torch.bool)
     history = torch.tensor([[[9.0, 8, 7, 6, 0, 0, 0, 0]]])
     query = torch.tensor([[[0.0, 0, 2, 4, 0, 1, 1, -1]]])
 
-    def chosen(merge: str, share_ppm: int, wanted: int = 4) -> list[int]:
+    def chosen(merge: str, share_ppm: int, wanted: int = 4, spare: int = 8) -> list[int]:
         mask = rank_blocks(
             candidates,
             history,
@@ -253,6 +333,7 @@ def test_a_ranking_by_hand() -> None:
             query_scores=query,
             query_share_ppm=share_ppm,
             query_merge=merge,
+            spare_blocks=torch.tensor([[spare]]),
         )
         return mask[0, 0].nonzero().squeeze(-1).tolist()
 
@@ -266,6 +347,9 @@ def test_a_ranking_by_hand() -> None:
     assert chosen("union", 750_000) == [0, 2, 3, 5]
     assert chosen("union", 500_000, wanted=6) == [0, 1, 2, 3, 5]  # 2 is both's, not made up for
     assert chosen("split", 500_000, wanted=6) == [0, 1, 2, 3, 5, 6]
+    assert chosen("union", 500_000, wanted=6, spare=0) == [0, 1, 2, 3, 5, 6]
+    assert chosen("union", 500_000, wanted=8) == [0, 1, 2, 3, 5, 6]
+    assert chosen("union", 500_000, wanted=8, spare=1) == [0, 1, 2, 3, 4, 5, 6]
     # Weighted: history 4.5/9, 4/9, ..; the query (x + 1) / 5 / 2
     assert chosen("max", 500_000, wanted=2) == [0, 3]
     assert chosen("max", 900_000, wanted=2) == [2, 3]
@@ -477,4 +561,6 @@ def test_the_kernels_refuse_a_share() -> None:
     state = GpuState(LAYERS, sequences=1, slots=SLOTS, dtype=torch.float32, device="cpu")
     with pytest.raises(SpinError, match=r"^query_share: got 0.5, allowed: 0: no kernel"):
         GpuStep(SHARED, state, ratio=RATIO, sequences=1)
+    without = SpinConfig(**{**CONFIG.to_dict(), "query_merge": "union"})  # nothing to merge
+    GpuStep(without, state, ratio=RATIO, sequences=1)
     GpuStep(CONFIG, state, ratio=RATIO, sequences=1)

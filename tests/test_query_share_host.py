@@ -43,10 +43,13 @@ def model() -> torch.nn.Module:
     return tiny_model()
 
 
-def test_nothing_skipped_is_the_untouched_model(model: torch.nn.Module) -> None:
+@pytest.mark.parametrize(("share", "merge"), [(1.0, "split"), (0.5, "union"), (0.5, "max")])
+def test_nothing_skipped_is_the_untouched_model(
+    model: torch.nn.Module, share: float, merge: str
+) -> None:
     prompt, tokens = random_ids(PROMPT_TOKENS), random_ids(6, seed=1)
     untouched = run(model, prompt, tokens)
-    with enable(model, replace(DENSE, query_share=1.0), strict=True):
+    with enable(model, replace(DENSE, query_share=share, query_merge=merge), strict=True):
         assert torch.equal(run(model, prompt, tokens), untouched)
 
 

@@ -20,6 +20,7 @@ def rank_blocks(
     query_scores: Tensor | None = None,
     query_share_ppm: int = 0,
     query_merge: str = "split",
+    spare_blocks: Tensor | int = 0,
 ) -> Tensor:
     """The blocks kept for their scores; of equal scores, the lower block.
 
@@ -32,9 +33,11 @@ def rank_blocks(
         query_merge: `split`, the query chooses among what history left; `union`, among all, and
             blocks that both choose are not made up for; `max`, one ranking by the larger of both
             scores, each scaled to 0 .. 1 over the candidates and weighted with its share.
+        spare_blocks: int64 `[S, R]`, how many fewer `union` may choose.
 
     Returns:
-        bool `[S, R, B]`: `ranked_blocks` of the candidates, for `union` at most as many.
+        bool `[S, R, B]`: `ranked_blocks` of the candidates; for `union`, up to `spare_blocks`
+        fewer.
     """
     if query_scores is None or not query_share_ppm:
         return best_blocks(candidates, block_scores, ranked_blocks)
@@ -45,8 +48,10 @@ def rank_blocks(
         return best_blocks(candidates, torch.maximum(history, query), ranked_blocks)
     by_query = (ranked_blocks * query_share_ppm + PPM - 1) // PPM
     by_history = best_blocks(candidates, block_scores, ranked_blocks - by_query)
-    open_blocks = candidates if query_merge == "union" else candidates & ~by_history
-    return by_history | best_blocks(open_blocks, query_scores, by_query)
+    if query_merge == "union":
+        both = by_history & best_blocks(candidates, query_scores, by_query)
+        by_query = by_query - both.sum(-1).clamp(max=spare_blocks)
+    return by_history | best_blocks(candidates & ~by_history, query_scores, by_query)
 
 
 def best_blocks(candidates: Tensor, scores: Tensor, counts: Tensor | int) -> Tensor:

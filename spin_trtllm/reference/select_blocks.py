@@ -121,6 +121,7 @@ def choose_blocks(
         query_scores=query_scores,
         query_share_ppm=query_share_ppm,
         query_merge=query_merge,
+        spare_blocks=budget.spare_blocks,
     )
     rest = candidates & ~ranked
     last = float("inf") if priorities.is_floating_point() else torch.iinfo(priorities.dtype).max
