@@ -464,6 +464,8 @@ def test_the_plugin_is_tried_by_the_loader(tmp_path: Path, monkeypatch: pytest.M
     assert probe().tensorrt_plugin == KernelLibrary(True, str(made))
     stub_plugin(tmp_path, "libspin_trt_plugin version 1")
     assert "got 'version 1', allowed: version" in probe().tensorrt_plugin.note
+    stub_plugin(tmp_path, "before plugins had one")
+    assert "got 'no version', allowed: version" in probe().tensorrt_plugin.note
 
 
 def test_a_plugin_cut_short_does_not_end_the_doctor(

@@ -3,6 +3,14 @@
 // kind and finds no creators.
 #include "log.h"
 #include "plugin.h"
+#include "spin/common.h"
+
+#define SPIN_TEXT_OF(macro) #macro
+#define SPIN_TEXT(macro) SPIN_TEXT_OF(macro)
+
+// Python looks for this in the file (spin_trtllm/hosts/tensorrt/plugin.py), before it loads it.
+__attribute__((used)) static const char version_mark[] =
+    "libspin_trt_plugin version " SPIN_TEXT(SPIN_VERSION);
 
 #define SPIN_TRT_EXPORT extern "C" __attribute__((visibility("default")))
 

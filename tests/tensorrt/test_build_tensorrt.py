@@ -261,6 +261,10 @@ def stale(folder: Path) -> Path:
     return stub_plugin(folder, "libspin_trt_plugin version 1")
 
 
+def older_still(folder: Path) -> Path:
+    return stub_plugin(folder, "before plugins had one")
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -268,6 +272,7 @@ def stale(folder: Path) -> Path:
         (empty_file, "not a loadable TensorRT plugin: "),
         (another_library, "undefined symbol: getCreators"),
         (cut_short, "not a loadable TensorRT plugin: it ends its process by SIGBUS"),
+        (older_still, f"got 'no version', allowed: version {native.VERSION}; rebuild it"),
         (stale, f"got 'version 1', allowed: version {native.VERSION}; rebuild it"),
     ],
 )

@@ -153,8 +153,9 @@ def try_plugin(library: Path) -> None:
 def _check_version(library: Path) -> None:
     """Its version is read in the file: the nodes are all that it exports."""
     mark = _MARK.search(library.read_bytes())
-    if mark is not None and int(mark[1]) != native.VERSION:
-        refuse(str(library), f"version {int(mark[1])}", f"version {native.VERSION}; rebuild it")
+    found = f"version {int(mark[1])}" if mark else "no version"
+    if found != f"version {native.VERSION}":
+        refuse(str(library), found, f"version {native.VERSION}; rebuild it")
 
 
 def _creators(registry: Any) -> dict[str, Any]:
