@@ -3,6 +3,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,29 +135,10 @@ def test_triton_page_quotes_the_committed_figures():
     assert f"| {100 * soak['growth_after_first_tenth']:.1f} % |" in text
 
 
-def test_the_study_quotes_its_own_results():
-    """Lines of the H200's tables in the README are lines of the two reports, side by side."""
-    text = (STUDY / "README.md").read_text(encoding="utf-8")
-    part = text.split("## The whole study")[1].split("\n- ")[0]
-    for length, table in zip(("8,192", "31,744"), part.split("| method |")[1:], strict=True):
-        known = []
-        for name in ("shipped", "seed-1"):
-            whole = (STUDY / f"results/h200-{name}.md").read_text(encoding="utf-8")
-            section = whole.split(f"## recall at {length} bytes, 25")[1].split("\n## ")[0]
-            rows = [cells_of(line) for line in section.splitlines()]
-            known.append({row[0]: row for row in rows if len(row) == 9})
-        quoted = [cells_of(line) for line in table.splitlines()[2:] if line.startswith("|")]
-        assert quoted
-        for method, bytes_share, *pairs in quoted:
-            found = [rows.get(method) for rows in known]
-            assert pairs == [cell for row in found for cell in ((row[1], row[4]) if row else "--")]
-            assert {row[6] for row in found if row} >= {bytes_share}
-
-
-def test_the_studys_sums_are_those_of_its_tables():
+def study_sums() -> dict[tuple[str, float], list[int]]:
     """Right answers of dense, lost and gained, over the cells of SPIN that are neither text nor
     generated."""
-    found = {}
+    found: dict[tuple[str, float], list[int]] = {}
     for name in ("shipped", "seed-1"):
         whole = (STUDY / f"results/h200-{name}.md").read_text(encoding="utf-8")
         for section in whole.split("\n## ")[1:]:
@@ -169,25 +151,38 @@ def test_the_studys_sums_are_those_of_its_tables():
                 numbers = [right, *map(int, row[3].split(", "))]
                 of = found.setdefault((name, sparsity), [0, 0, 0])
                 of[:] = [a + b for a, b in zip(of, numbers, strict=True)]
+    return found
+
+
+def test_the_studys_sums_are_those_of_its_tables():
+    found = study_sums()
     (right, lost, gained), (right_1, lost_1, gained_1) = (
         found[name, 0.4] for name in ("shipped", "seed-1")
     )
-    over = (found["shipped", 0.6], found["seed-1", 0.6])
     readme, quality = (
         " ".join(path.read_text(encoding="utf-8").split())
         for path in (STUDY / "README.md", ROOT / "docs/quality.md")
     )
     assert f"{lost} of {right:,} right answers are lost and {gained} gained" in readme
     assert f"{lost_1} of {right_1:,} and {gained_1} on seed-1" in readme
-    assert f"{lost} of {right:,} ({gained} come right) and {lost_1} of {right_1:,} (" in quality
-    at_60 = [f"{lost} of {right:,}" for right, lost, _ in over]
-    front = " ".join(README.read_text(encoding="utf-8").split())
-    assert f"{lost} of {right:,} right answers on the one and {lost_1} of {right_1:,} on" in front
-    assert f"at 60 %, {at_60[0]} and {at_60[1]}." in front
+    assert (
+        f"{lost} of {right:,} ({gained} come right) and {lost_1} of {right_1:,} ({gained_1})"
+        in quality
+    )
+    at_60 = [f"{of[1]} of {of[0]:,}" for of in (found["shipped", 0.6], found["seed-1", 0.6])]
     assert f"**At 60 % it does not**: {at_60[0]}, and {at_60[1]}." in readme
-    assert f"**60 %**: {at_60[0]} and {at_60[1]}." in quality
-    assert found["shipped", 0.2][:2] == [400, 1]
-    assert found["seed-1", 0.2][:2] == [400, 0]
+    assert f"**60 %**: {at_60[0]} and {at_60[1]};" in quality
+
+
+def test_the_front_page_quotes_the_studys_sums():
+    found = study_sums()
+    front = " ".join(README.read_text(encoding="utf-8").split())
+    at_40, at_60 = (
+        [f"{lost} of {right:,}" for right, lost, _ in (found["shipped", at], found["seed-1", at])]
+        for at in (0.4, 0.6)
+    )
+    assert f"{at_40[0]} right answers on the one and {at_40[1]} on the other" in front
+    assert f"at 60 %, {at_60[0]} and {at_60[1]}." in front
 
 
 def cells_of(line):
@@ -231,7 +226,7 @@ def test_the_study_quotes_the_orderings():
     assert all((row[0], *row[2:]) in known for row in rows)
     page = (STUDY / "results/orderings-cpu.md").read_text(encoding="utf-8")
     answers = page.split("## In answers\n\n")[1].split("\n\n")[0]
-    assert answers.count("\n") == 4  # three pairs
+    assert answers.count("\n") == 16  # fifteen pairs
     assert f"\n{answers}\n" in text
     correlations = [
         f"{row['pearson']['value']:.2f}"
@@ -269,17 +264,51 @@ def test_the_study_quotes_the_sweep():
         assert shown in " ".join(text.split())
 
 
+_LAYERS = {"budget by layer": "targets of layers"}
+_ALL = {**_LAYERS, "query 0.5, log 8 bit, budget by layer": "and `query_share` 0.5, `log8`"}
+DEFAULTS = {  # by sparsity: arms of the sweep, and what docs/quality.md calls them
+    20: {**_LAYERS, "log 8 bit, budget by layer": "and `log8`"},
+    40: _ALL,
+    60: _ALL,
+    80: {"query 0.5": "`query_share` 0.5"},
+}
+
+
+def default_rows(both: list[Any]) -> Iterator[str]:
+    """Of docs/quality.md: what the preset misses and what the defaults do, at the same bytes."""
+    for sparsity, arms in DEFAULTS.items():
+        for arm, words in {"spin": "preset", **arms}.items():
+            rows = [
+                next(
+                    row
+                    for row in sweep[arm]["equal_bytes"]
+                    if row["as_baseline_at"] == sparsity / 100
+                )
+                for sweep in both
+            ]
+            at = (
+                ""
+                if arm in ("spin", "budget by layer")
+                else f", at {rows[0]['target_sparsity']['value']:.2f}"
+            )
+            figures = (
+                ", ".join(with_difference(row, key, places) for key, places in MISSES.items())
+                for row in rows
+            )
+            yield f"| {sparsity} % | {words}{at} | {' | '.join(figures)} |"
+
+
 def test_quality_quotes_the_sweep_and_the_calibration():
     text = (ROOT / "docs/quality.md").read_text(encoding="utf-8")
     both = sweeps()
-    for place, sparsity in enumerate((20, 30, 40, 50)):
-        cells = []
-        for sweep in both:
-            preset, asked = (sweep[name]["equal_bytes"][place] for name in ("spin", "query 0.5"))
-            cells.append("{:.3f}, {:.2f}".format(*(preset[key]["value"] for key in MISSES)))
-            cells += [with_difference(asked, key, places) for key, places in MISSES.items()]
-        target = asked["target_sparsity"]["value"]
-        assert f"\n| {sparsity} % | {target:.2f} | {' | '.join(cells)} |\n" in text
+    table = "\n".join(default_rows(both))
+    assert f"\n{table}\n\n" in text, table
+    logs = [
+        next(row for row in sweep["log 8 bit"]["targets"] if row["target_sparsity"] == 0.4)
+        for sweep in both
+    ]
+    shown = "{:.3f} and {:.3f} at 40 %".format(*(row["mean_miss"]["value"] for row in logs))
+    assert f"at the same target ({shown})" in " ".join(text.split())
     result = json.loads((STUDY / "results/beyond-layers-cpu.json").read_text(encoding="utf-8"))
     for name, rows in result.items():
         for row in rows:
