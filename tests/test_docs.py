@@ -250,6 +250,14 @@ def test_the_study_quotes_the_sweep():
         targets = dict.fromkeys(f"{row['target_sparsity']['value']:.2f}" for row in rows)
         cells = [with_difference(row, key, 3) for row in rows for key in MISSES]
         assert line == f"| `{name}` | {'; '.join(targets)} | {' | '.join(cells)} |"
+    layers = json.loads((STUDY / "results/beyond-layers-cpu.json").read_text(encoding="utf-8"))
+    for name, words in (
+        ("shipped", "{}, {}, {} and {} for layers 1"),
+        ("seed-1", "{}, {}, {} and {} of"),
+    ):
+        (row,) = (row for row in layers[name] if row["target_sparsity"] == 0.4)
+        targets = [f"{target:.2f}" for target in row["layers"].values()]
+        assert words.format(*targets) in " ".join(text.split())
     for sweep, words in zip(
         both,
         (
