@@ -66,7 +66,8 @@ class Nodes:
         self.accepted = torch.zeros(cell.batch, dtype=torch.int64, device="cuda")
         self.fused = [self.indexer(n) for n in range(LAYERS)]
         self.split = [self.three(n) for n in range(LAYERS)]
-        self.most = self.indexer(0, cell.query[0].to(torch.bfloat16), pooling=native.POOLINGS["mean"])
+        wide = cell.query[0].to(torch.bfloat16)
+        self.most = self.indexer(0, wide, pooling=native.POOLINGS["mean"])
 
     def node(self, name: str, layer: int, **more: int) -> Any:
         fields = {
