@@ -19,7 +19,7 @@ private:
     Launcher* const before_;
 };
 
-// While it lives, this thread may allocate although a stream is being captured.
+// While it lives, this thread may allocate and free although a stream is being captured.
 class Relaxed {
 public:
     Relaxed() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -71,20 +71,23 @@ public:
     bool overflowed = false;
 };
 
-bool is_captured(cudaStream_t stream) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    const cudaError_t error = cudaStreamIsCapturing(stream, &status);
+// Of a call whose failure is no failure of the node: it shall not be found by whoever asks next.
+bool succeeds(cudaError_t error) {
     if (error != cudaSuccess) {
         (void)cudaGetLastError();
     }
-    return error != cudaSuccess || status != cudaStreamCaptureStatusNone;
+    return error == cudaSuccess;
+}
+
+bool is_captured(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    return !succeeds(cudaStreamIsCapturing(stream, &status)) ||
+           status != cudaStreamCaptureStatusNone;
 }
 
 bool has_device() {
     int id = 0;
-    const bool found = cudaGetDevice(&id) == cudaSuccess;
-    (void)cudaGetLastError();
-    return found;
+    return succeeds(cudaGetDevice(&id));
 }
 
 }  // namespace
@@ -104,11 +107,12 @@ public:
         cudaKernelNodeAttrValue cluster = {};
         cluster.clusterDim = {cluster_of(config), 1, 1};
         built_ = built_ && i < Clusters::kMost &&
-                 cudaGraphAddKernelNode(&nodes[i], graph_.graph_, i > 0 ? &nodes[i - 1] : nullptr,
-                                        i > 0 ? 1 : 0, &params) == cudaSuccess &&
+                 succeeds(cudaGraphAddKernelNode(&nodes[i], graph_.graph_,
+                                                 i > 0 ? &nodes[i - 1] : nullptr, i > 0 ? 1 : 0,
+                                                 &params)) &&
                  (cluster.clusterDim.x == 1 ||
-                  cudaGraphKernelNodeSetAttribute(nodes[i], cudaLaunchAttributeClusterDimension,
-                                                  &cluster) == cudaSuccess);
+                  succeeds(cudaGraphKernelNodeSetAttribute(
+                      nodes[i], cudaLaunchAttributeClusterDimension, &cluster)));
         if (built_) {
             graph_.clusters_.of[graph_.clusters_.count++] = cluster.clusterDim.x;
         }
@@ -130,10 +134,10 @@ public:
                        void** arguments) override {
         const int i = next_++;
         const cudaKernelNodeParams params = node_params(config, kernel, arguments);
-        renewed_ = renewed_ && i < graph_.clusters_.count &&
-                   cluster_of(config) == graph_.clusters_.of[i] &&
-                   cudaGraphExecKernelNodeSetParams(graph_.runnable_, graph_.nodes_[i], &params) ==
-                       cudaSuccess;
+        renewed_ =
+            renewed_ && i < graph_.clusters_.count &&
+            cluster_of(config) == graph_.clusters_.of[i] &&
+            succeeds(cudaGraphExecKernelNodeSetParams(graph_.runnable_, graph_.nodes_[i], &params));
         return cudaSuccess;
     }
     bool is_whole() const { return renewed_ && next_ == graph_.clusters_.count; }
@@ -145,11 +149,12 @@ private:
 };
 
 void Graph::clear() {
+    const Relaxed relaxed;
     if (runnable_ != nullptr) {
-        cudaGraphExecDestroy(runnable_);
+        (void)succeeds(cudaGraphExecDestroy(runnable_));
     }
     if (graph_ != nullptr) {
-        cudaGraphDestroy(graph_);
+        (void)succeeds(cudaGraphDestroy(graph_));
     }
     runnable_ = nullptr;
     graph_ = nullptr;
@@ -160,18 +165,18 @@ bool Graph::make(const Node& node, const Call& call) {
     const Relaxed relaxed;
     cudaStream_t stream = nullptr;
     Building building(*this);
-    bool taken = true, made = cudaGraphCreate(&graph_, 0) == cudaSuccess;
+    bool taken = true, made = succeeds(cudaGraphCreate(&graph_, 0));
     if (made) {
         const Redirect redirect(building);
         taken = node.run(call);
     }
     // Uploaded now, so that the first launch need not allocate.
     made = made && taken && building.is_whole() &&
-           cudaGraphInstantiate(&runnable_, graph_, 0) == cudaSuccess &&
-           cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess &&
-           cudaGraphUpload(runnable_, stream) == cudaSuccess;
+           succeeds(cudaGraphInstantiate(&runnable_, graph_, 0)) &&
+           succeeds(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)) &&
+           succeeds(cudaGraphUpload(runnable_, stream));
     if (stream != nullptr) {
-        cudaStreamDestroy(stream);
+        (void)succeeds(cudaStreamDestroy(stream));
     }
     if (!made) {
         clear();
@@ -185,7 +190,7 @@ bool Graph::launch(const Node& node, const Call& call, bool& done) {
     if (!node.run(call)) {
         return false;
     }
-    done = renewal.is_whole() && cudaGraphLaunch(runnable_, call.stream) == cudaSuccess;
+    done = renewal.is_whole() && succeeds(cudaGraphLaunch(runnable_, call.stream));
     return true;
 }
 
@@ -214,7 +219,6 @@ bool Graphs::prepare(const Node& node, const Call& call) {
         return false;
     }
     chosen_ = found->is_made() ? found : nullptr;
-    (void)cudaGetLastError();
     return true;
 }
 
@@ -228,7 +232,6 @@ bool Graphs::run(const Node& node, const Call& call) {
             return true;
         }
         chosen_ = nullptr;  // a second attempt would fail likewise
-        (void)cudaGetLastError();
     }
     return node.run(call);
 }

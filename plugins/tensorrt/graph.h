@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A node's launches as one CUDA graph, which costs the host a third of their time or less.
+// A node's launches as one CUDA graph, which costs the host less than half of their time.
 #pragma once
 
 #include "../kernels/launches.h"
@@ -53,7 +53,7 @@ public:
     bool run(const Node& node, const Call& call);
 
 private:
-    static constexpr int kMost = 8;  // clusters of topk_slots: 1, 2, 4, 8
+    static constexpr int kMost = 8;  // topk_slots has four sizes of clusters
     Graph graphs_[kMost];
     Graph* chosen_ = nullptr;
 };

@@ -9,6 +9,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <utility>
 
 #include "status.h"
 
@@ -33,13 +34,20 @@ struct Stem {
 inline std::map<const void*, Stem> stems;  // by their kernel's address
 inline std::set<void*> streams, graphs;    // alive
 inline std::map<void*, int> captured;      // streams, and what was launched onto them
+inline std::set<void*> uploaded;           // graphs that run
 inline cudaError_t last_error = cudaSuccess;
+inline thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
 
 inline cudaError_t give(const char* call, bool holds = true) {
     const cudaError_t error = holds && !fails(call) ? cudaSuccess : cudaErrorUnknown;
     if (error != cudaSuccess)
         last_error = error;
     return error;
+}
+
+// What may allocate or free: as if some other stream were being captured all the time.
+inline cudaError_t give_relaxed(const char* call, bool holds = true) {
+    return give(call, holds && mode == cudaStreamCaptureModeRelaxed);
 }
 
 inline Kernel kernel_of(const cudaKernelNodeParams& params) {
@@ -115,14 +123,11 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
 }
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-    static thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
-    const cudaStreamCaptureMode before = current;
-    current = *mode;
-    *mode = before;
+    std::swap(played::mode, *mode);
     return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-    if (played::give("cudaStreamCreateWithFlags") != cudaSuccess)
+    if (played::give_relaxed("cudaStreamCreateWithFlags") != cudaSuccess)
         return cudaErrorUnknown;
     *stream = reinterpret_cast<cudaStream_t>(new char);
     played::streams.insert(*stream);
@@ -130,7 +135,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     delete reinterpret_cast<char*>(stream);
-    return played::give("cudaStreamDestroy", played::streams.erase(stream) == 1);
+    return played::give_relaxed("cudaStreamDestroy", played::streams.erase(stream) == 1);
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
     const bool captured = played::captured.count(stream) != 0;
@@ -138,7 +143,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
     return played::give("cudaStreamIsCapturing");
 }
 cudaError_t cudaGraphCreate(cudaGraph_t* graph, unsigned) {
-    if (played::give("cudaGraphCreate") != cudaSuccess)
+    if (played::give_relaxed("cudaGraphCreate") != cudaSuccess)
         return cudaErrorUnknown;
     auto* const made = new played::Graph;
     *graph = reinterpret_cast<cudaGraph_t>(made);
@@ -170,15 +175,16 @@ cudaError_t cudaGraphKernelNodeSetAttribute(cudaGraphNode_t node, cudaLaunchAttr
 }
 // A graph that runs shares its nodes with the one that it was made from.
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* runnable, cudaGraph_t graph, unsigned long long) {
-    if (played::give("cudaGraphInstantiate") != cudaSuccess)
+    if (played::give_relaxed("cudaGraphInstantiate") != cudaSuccess)
         return cudaErrorUnknown;
     auto* const made = new cudaGraph_t(graph);
     *runnable = reinterpret_cast<cudaGraphExec_t>(made);
     played::graphs.insert(made);
     return cudaSuccess;
 }
-cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) {
-    return played::give("cudaGraphUpload");
+cudaError_t cudaGraphUpload(cudaGraphExec_t runnable, cudaStream_t) {
+    played::uploaded.insert(runnable);
+    return played::give_relaxed("cudaGraphUpload");
 }
 cudaError_t cudaGraphExecKernelNodeSetParams(cudaGraphExec_t, cudaGraphNode_t node,
                                              const cudaKernelNodeParams* params) {
@@ -191,7 +197,8 @@ cudaError_t cudaGraphExecKernelNodeSetParams(cudaGraphExec_t, cudaGraphNode_t no
     return cudaSuccess;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t runnable, cudaStream_t) {
-    if (played::give("cudaGraphLaunch") != cudaSuccess)
+    // An upload is what would allocate here.
+    if (played::give("cudaGraphLaunch", played::uploaded.count(runnable) == 1) != cudaSuccess)
         return cudaErrorUnknown;
     const cudaGraph_t graph = *reinterpret_cast<cudaGraph_t*>(runnable);
     for (played::Kernel kernel : *reinterpret_cast<played::Graph*>(graph)) {
@@ -203,14 +210,15 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t runnable, cudaStream_t) {
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t runnable) {
     auto* const made = reinterpret_cast<cudaGraph_t*>(runnable);
     const bool alive = played::graphs.erase(made) == 1;
+    played::uploaded.erase(made);
     delete made;
-    return played::give("cudaGraphExecDestroy", alive);
+    return played::give_relaxed("cudaGraphExecDestroy", alive);
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
     auto* const made = reinterpret_cast<played::Graph*>(graph);
     const bool alive = played::graphs.erase(made) == 1;
     delete made;
-    return played::give("cudaGraphDestroy", alive);
+    return played::give_relaxed("cudaGraphDestroy", alive);
 }
 
 }  // extern "C"
