@@ -208,6 +208,8 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t runnable, cudaStream_t) {
     return cudaSuccess;
 }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t runnable) {
+    if (played::mode != cudaStreamCaptureModeRelaxed)
+        return played::give_relaxed("cudaGraphExecDestroy");  // and it stays
     auto* const made = reinterpret_cast<cudaGraph_t*>(runnable);
     const bool alive = played::graphs.erase(made) == 1;
     played::uploaded.erase(made);
@@ -215,6 +217,8 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t runnable) {
     return played::give_relaxed("cudaGraphExecDestroy", alive);
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+    if (played::mode != cudaStreamCaptureModeRelaxed)
+        return played::give_relaxed("cudaGraphDestroy");  // and it stays
     auto* const made = reinterpret_cast<played::Graph*>(graph);
     const bool alive = played::graphs.erase(made) == 1;
     delete made;
