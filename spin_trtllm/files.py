@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -48,19 +49,39 @@ def atomic_file(path: str | os.PathLike[str], *, argument: str = "output") -> It
     # A rename would put a file in the place of a device or a pipe.
     if exists(target, argument) and not target.is_file():
         raise SpinError(f"{argument}: {str(target)!r} is no regular file, allowed: a file name")
-    try:
-        handle, name = tempfile.mkstemp(prefix=_PREFIX, dir=target.parent)
-        os.close(handle)
-    except OSError as error:
-        raise SpinError(f"{argument}: cannot write {str(target)!r}: {error.strerror}") from error
-    temporary = Path(name)
-    try:
+    with _temporary_file(target, argument) as temporary:
         yield temporary
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+
+
+def write_new_file(
+    targets: Iterable[Path], write: Callable[[Path], None], *, argument: str = "output"
+) -> Path:
+    """Write a file whole under the first name that nothing has when it is done, or not at all.
+
+    Nothing is replaced, whoever else writes in the folder meanwhile.
+
+    Args:
+        targets: names in one folder, as many as it takes.
+        write: given a temporary path, writes it.
+
+    Returns:
+        The name that it got.
+
+    Raises:
+        SpinError: the folder does not exist, is not writable or full.
+    """
+    targets = iter(targets)
+    target = next(targets)
+    with _temporary_file(target, argument) as temporary:
+        write(temporary)
+        try:
+            while not _give_name(temporary, target):
+                target = next(targets)
+        except OSError as error:
+            reason = error.strerror
+            raise SpinError(f"{argument}: cannot write {str(target)!r}: {reason}") from error
+    return target
 
 
 def write_file(path: str | os.PathLike[str], content: bytes, *, argument: str = "output") -> None:
@@ -114,12 +135,11 @@ def atomic_directory(
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=target.parent))
+        temporary = _make_temporary(target.parent, Path.mkdir)
     except OSError as error:
         raise SpinError(f"{argument}: cannot make {str(target)!r}: {error.strerror}") from error
     try:
         yield temporary
-        os.chmod(temporary, 0o777 & ~_umask())
         if target.exists():
             _exchange(temporary, target)
         else:
@@ -147,7 +167,42 @@ def _exchange(new: Path, target: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+@contextmanager
+def _temporary_file(target: Path, argument: str) -> Iterator[Path]:
+    """A new file beside `target`; what is left of it at the end vanishes."""
+    try:
+        temporary = _make_temporary(target.parent, lambda path: path.touch(exist_ok=False))
+    except OSError as error:
+        raise SpinError(f"{argument}: cannot write {str(target)!r}: {error.strerror}") from error
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _make_temporary(folder: Path, make: Callable[[Path], None]) -> Path:
+    """Make something of a new name, with the permissions that anything new has.
+
+    `tempfile` grants them to the owner alone. To add the others takes the umask, which can only be
+    read by setting it, for all threads of the process; so the kernel has to apply it.
+    """
+    while True:
+        path = folder / f"{_PREFIX}{secrets.token_hex(8)}"
+        with suppress(FileExistsError):
+            make(path)
+            return path
+
+
+def _give_name(temporary: Path, target: Path) -> bool:
+    """Whether a file got a name, which it does not if anything has it."""
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links: the name is taken first, then replaced
+        try:
+            target.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        os.replace(temporary, target)
+    return True

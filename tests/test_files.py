@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spin_trtllm.errors import SpinError
-from spin_trtllm.files import atomic_directory, atomic_file, write_file
+from spin_trtllm.files import atomic_directory, atomic_file, write_file, write_new_file
 
 
 @pytest.fixture(params=[0o022, 0o077, 0o002])
@@ -71,6 +71,20 @@ def test_file_permissions_follow_the_umask(tmp_path: Path, umask: int) -> None:
         temporary.write_text("x")
     assert mode(tmp_path / "out.bin") == 0o666 & ~umask
     assert os.umask(umask) == umask  # unchanged by the call
+
+
+def test_the_umask_is_left_to_other_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read it is to set it, for all of them."""
+    masks: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "umask", lambda mask: masks.append(mask) or 0o022)
+        write_file(tmp_path / "out.bin", b"x")
+        write_new_file([tmp_path / "new.bin"], Path.touch)
+        with atomic_directory(tmp_path / "engine"):
+            pass
+    assert masks == []
 
 
 def test_a_temporary_file_that_vanished(tmp_path: Path) -> None:
@@ -158,6 +172,49 @@ def test_names_that_no_file_can_take(
     assert reason in message
     assert message.isprintable()
     assert sorted(os.listdir(tmp_path)) == before
+
+
+# ---------------------------------------------------------------- write_new_file
+@pytest.fixture(params=["links", "no links"])
+def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File systems with hard links and without."""
+
+    def unsupported(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    if request.param == "no links":
+        monkeypatch.setattr(os, "link", unsupported)
+
+
+@pytest.mark.usefixtures("links")
+def test_a_new_file_replaces_nothing_that_came_meanwhile(tmp_path: Path, umask: int) -> None:
+    first, second, third = targets = [tmp_path / name for name in "abc"]
+
+    def write(temporary: Path) -> None:
+        temporary.write_text("new")
+        first.write_text("another's")
+        second.symlink_to(tmp_path / "nowhere")
+
+    assert write_new_file(targets, write) == third
+    assert (first.read_text(), third.read_text()) == ("another's", "new")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "c"]
+    assert second.is_symlink()
+    assert mode(third) == 0o666 & ~umask
+
+
+@pytest.mark.usefixtures("links")
+def test_a_new_file_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def write(temporary: Path) -> None:
+        temporary.write_text("half")
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        write_new_file([tmp_path / "a"], write)
+    for name in ("missing/a", "x" * 300):
+        with pytest.raises(SpinError, match=r"^trace: cannot write ") as caught:
+            write_new_file([tmp_path / name], lambda _: None, argument="trace")
+        assert "\n" not in str(caught.value)
+    assert os.listdir(tmp_path) == []
 
 
 # ---------------------------------------------------------------- atomic_directory
