@@ -121,6 +121,26 @@ def test_what_an_earlier_server_left_stays(want: list[Any], tmp_path: Path) -> N
     assert names == {"rank0-request5-2.safetensors", "rank0-request6-2.safetensors"}
 
 
+def test_what_another_server_writes_meanwhile_stays(
+    want: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that shares the folder and has a sequence of the same number."""
+    save, others = Recording.save, []
+
+    def save_late(recording: Recording, path: Any, **about: Any) -> None:
+        other = tmp_path / f"rank0-request{recording.request_id}.safetensors"
+        other.write_text("another's")
+        others.append(other)
+        save(recording, path, **about)
+
+    monkeypatch.setattr(Recording, "save", save_late)
+    assert_alike(answers(tmp_path, steps=8)[0], want)
+    assert [other.read_text() for other in others] == ["another's"] * 2
+    seconds = {other.with_stem(f"{other.stem}-2") for other in others}
+    assert set(tmp_path.iterdir()) == {*others, *seconds}
+    assert [len(Trace(second)) for second in seconds] == [8, 8]
+
+
 @pytest.mark.parametrize("place", ["next_step", "wants", "add", "put", "save"])
 def test_any_failure_ends_the_capture_and_nothing_else(
     place: str,

@@ -13,9 +13,9 @@ for service. Nothing here runs inside a graph, so a captured process runs withou
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor
 from spin_trtllm import __version__
 from spin_trtllm.config import SpinConfig
 from spin_trtllm.errors import SpinError
+from spin_trtllm.files import write_new_file
 from spin_trtllm.hosts.trtllm.capture_settings import (
     CAPTURE_VARIABLE,
     MIB_VARIABLE,
@@ -255,8 +256,12 @@ class Capture:
             self._counters.capture("too_short", max(recording.steps, 1))
             return
         self._left_bytes += recording.room_bytes - recording.used_bytes
-        path = _free_path(self._settings.folder, f"rank{self._rank}-request{recording.request_id}")
-        recording.save(path, top_k=self._top_k, source=self._source)
+        stem = f"rank{self._rank}-request{recording.request_id}"
+        path = write_new_file(
+            _paths(self._settings.folder, stem),
+            partial(recording.save, top_k=self._top_k, source=self._source),
+            argument="trace",
+        )
         self._counters.capture("written", recording.steps)
         _logger.info("SPIN captured %d steps of a sequence: %s", recording.steps, path)
         if not (self._open or self._left_sequences):
@@ -316,8 +321,7 @@ def _check_folder(folder: Path) -> None:
         raise SpinError(shown) from error
 
 
-def _free_path(folder: Path, stem: str) -> Path:
-    """A name that nothing has: what an earlier server left stays."""
+def _paths(folder: Path, stem: str) -> Iterator[Path]:
+    """Names that a trace may get: what other servers left or leave stays."""
     suffixes = chain([""], (f"-{number}" for number in count(2)))
-    paths = (folder / f"{stem}{suffix}.safetensors" for suffix in suffixes)
-    return next(path for path in paths if not os.path.lexists(path))
+    return (folder / f"{stem}{suffix}.safetensors" for suffix in suffixes)
