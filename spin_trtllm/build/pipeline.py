@@ -39,6 +39,7 @@ from spin_trtllm.build.tensorrt_engines import (
     Engines,
     Network,
     describe_engines,
+    drop_engines,
     make_engines,
     work_folder,
 )
@@ -169,6 +170,8 @@ def _build_engine(
         texts = folder_texts(networks, engines, config, room, options, plugin)
         then = None if work is None else partial(move_into, work, networks, engines, texts, plugin)
         _write_stage(request, stages, checkpoint, output, files, then)
+        if work is not None:
+            drop_engines(work, engines)
     return Built(output, files, engines)
 
 

@@ -222,11 +222,12 @@ def move_into(
     plugin: Path | None,
     directory: Path,
 ) -> None:
-    """Move a build's networks and engines into a new engine directory, and complete them.
+    """Move a build's networks into a new engine directory, complete them, and add its engines.
+
+    Engines stay in the work folder, too: the directory may not come to stand.
 
     Args:
-        work: what `work_folder` gave. Engines stay in it only where a builder failed: an
-            interrupted build of something else may have left some.
+        work: what `work_folder` gave.
         networks: in it.
         engines: likewise.
         texts: what `folder_texts` returned.
@@ -237,16 +238,21 @@ def move_into(
     folder.mkdir()
     for network in networks:
         os.replace(work / network.path.name, folder / network.path.name)
-        if engines.builder is not None:
-            os.replace(work / network.engine.name, folder / network.engine.name)
-    if not engines.failed:
-        for strange in work.glob("*.engine"):
-            strange.unlink()
     if plugin is not None:
         shutil.copy(plugin, folder / PLUGIN_NAME)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     make_executable(folder / SCRIPT_FILE)
+    if engines.builder is not None:
+        for network in networks:
+            _link(work / network.engine.name, folder / network.engine.name)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)
 
 
 def is_ours(folder: Path) -> bool:

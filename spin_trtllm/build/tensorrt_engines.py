@@ -160,6 +160,18 @@ def work_folder(output: Path) -> Iterator[Path]:
         os.close(lock)
 
 
+def drop_engines(work: Path, engines: Engines) -> None:
+    """Remove the engines of a work folder, once its output stands.
+
+    With them go those that an interrupted build of something else left. Where none could be built,
+    all wait for a call that can.
+    """
+    if engines.builder is not None:
+        for engine in work.glob("*.engine"):
+            with suppress(OSError):  # the output has it, so one that stays harms nobody
+                engine.unlink()
+
+
 def _lock(folder: Path) -> int:
     """Make a folder and lock a file in it: an open handle, which whoever starts does not inherit.
 

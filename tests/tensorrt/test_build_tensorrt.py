@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 from tensorrt_wheels import ROOT, RTX, need_plugin, stub_plugin, wheel_environment
 
 from spin_trtllm import native
-from spin_trtllm.build import tensorrt_builder, tensorrt_engines
+from spin_trtllm.build import tensorrt, tensorrt_builder, tensorrt_engines
 from spin_trtllm.build.cli import main
 from spin_trtllm.build.engine import ENGINE_FILES, load_engine
 from spin_trtllm.build.target import Target
@@ -556,6 +557,81 @@ def test_a_builder_that_fails_leaves_networks_and_what_it_had_built(
     assert "2 kept from an interrupted build" in out
     layers = manifest(tmp_path / "engine")["layers"].values()
     assert [layer["engine_seconds"] for layer in layers] == [None, None, 1.0, 2.0]
+    assert os.listdir(tmp_path) == ["engine"]
+
+
+@pytest.fixture(params=["links", "no links"])
+def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File systems with hard links and without."""
+
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    if request.param == "no links":
+        monkeypatch.setattr(os, "link", unsupported)
+
+
+@pytest.mark.usefixtures("links")
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "status"),
+    [
+        (shutil, "copy", OSError(errno.ENOSPC, "No space left on device"), 2),
+        (tensorrt, "make_executable", KeyboardInterrupt(), 130),
+        (os, "replace", OSError(errno.ENOSPC, "No space left on device"), 2),
+    ],
+    ids=["plugin", "stopped", "rename"],
+)
+def test_engines_outlive_an_output_that_cannot_be_written(
+    owner: Any,
+    name: str,
+    error: BaseException,
+    status: int,
+    build: Any,
+    tmp_path: Path,
+    engines: PlayedBuilder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = getattr(owner, name)
+
+    def fail(*given: Any) -> Any:
+        if name == "replace" and Path(given[1]) != tmp_path / "engine":
+            return real(*given)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        assert build()[0] == status
+    assert not (tmp_path / "engine").exists()
+    assert engines.built == ENGINES
+
+    code, out, err = build()
+    assert (code, err, engines.built) == (0, "", [])
+    assert "4 kept from an interrupted build" in out
+    folder = tmp_path / "engine" / "tensorrt"
+    assert [(folder / name).read_bytes() for name in ENGINES] == [b"x"] * 4
+    assert os.listdir(tmp_path) == ["engine"]
+
+
+@pytest.mark.parametrize("how", ["no_gpu", "onnx_only"])
+def test_engines_wait_while_none_can_be_built(
+    how: str,
+    build: Any,
+    tmp_path: Path,
+    engines: PlayedBuilder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines.fails_at = 2
+    assert build()[0] == 1
+    engines.fails_at = None
+    with monkeypatch.context() as patch:
+        if how == "no_gpu":
+            patch.setattr(tensorrt_engines, "choose_builder", lambda target: "no GPU here")
+        code, out, _ = build("--force", *(["--onnx_only"] if how == "onnx_only" else []))
+    assert (code, layers_in(tmp_path / "engine")) == (0, NETWORKS)
+    assert "none, only ONNX" in out
+
+    code, _, _ = build("--force")
+    assert (code, engines.built) == (0, ENGINES[2:])
     assert os.listdir(tmp_path) == ["engine"]
 
 
