@@ -77,6 +77,12 @@ def test_readme_quotes_the_committed_kernel_results():
         times = " | ".join(f"{row[name]:.1f}" for name in ("spin_us", "dense_us", "peers_us"))
         shares = ("ratio_peers", "ratio_dense", "spin_roof_fraction")
         assert f"\n{sizes} {times} | {' | '.join(f'{row[n]:.2f}' for n in shares)} |\n" in text
+    rows = json.loads(STEP_RESULT.read_text(encoding="utf-8"))["rows"]
+    (wide,) = (r for r in rows if (r["batch"], r["slots"], r["rows"]) == (96, 131_072, 1))
+    own = [row["ratio_dense"] for row in rows]
+    front = " ".join(text.split())
+    assert f"{wide['ratio_peers']:.2f} times as fast as the peers' at 96 sequences" in front
+    assert f"{min(own):.2f} to {max(own):.2f} times as fast as the same kernels" in front
     cells = {}
     for row in json.loads(HOOK_RESULT.read_text(encoding="utf-8"))["rows"]:
         cells.setdefault((row["batch"], row["slots"]), {})[row["backend"]] = row

@@ -30,7 +30,7 @@ def command(traces: tuple[str, ...], output: str, jobs: int, **options: Any) -> 
     """Share --sparsity out among the layers, so that each TRACE (spin-trace/1) misses least.
 
     All layers together score as many slots as before. The file holds all settings, for
-    --spin-config; it serves the embedded host and replay, no kernel takes it yet.
+    --spin-config; --sparsity is above 0 and at most 0.9.
     """
     if options["layer_sparsity"] is not None:
         refuse("--layer-sparsity", options["layer_sparsity"], "none: calibrate finds it")

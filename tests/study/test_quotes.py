@@ -238,7 +238,7 @@ def test_quality_quotes_the_cells():
     words = " ".join(text.split())
     (whole, lost, gained), (of_1, lost_1, _) = (sums(name, 0.2) for name in CHECKPOINTS)
     assert (of_1, lost_1, gained) == (whole, 0, 0)
-    assert f"on six questions, {lost} of {whole} and none" in words
+    assert f"at six pairs of task and length, {lost} of {whole} and none" in words
     with_it, without = (
         [right(asked(name, "recall", 31_744)[Cell(RECALL_32K, of, 0.5)]) for name in CHECKPOINTS]
         for of in ("spin", "spin_unexplored")
